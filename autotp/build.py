@@ -1,0 +1,127 @@
+"""From a plan to a running module: the module tree, its shards, and code for each call form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.examples import Call
+from autotp.pipeline import emit_rank, make_plan
+from autotp.planning import Plan
+from autotp.program import Signature
+from autotp.runtime.block import Block
+from autotp.runtime.group import Group
+from autotp.runtime.module import Capture, TensorParallel
+from autotp.runtime.weights import shard
+
+
+def build(
+    model: nn.Module, skeleton: nn.Module, plan: Plan, group: Group, call: Call
+) -> TensorParallel:
+    """The module of one rank, with copies of its shards of the model's tensors."""
+    root = TensorParallel(skeleton, plan, group.rank, group, _capture_further)
+    _grow(root, skeleton, group, plan)
+    _fill(root, model, plan, group.rank)
+    number = attach(root, plan)
+    signature = plan.stages[0][1].signature
+    root.register(*call, Capture(number, signature, skeleton.training, 0.0, plan))
+    return root
+
+
+def attach(root: TensorParallel, plan: Plan) -> int:
+    """Compile the plan's graphs for this rank onto the modules; returns the root graph's number."""
+    blocks = {name: m for name, m in root.named_modules() if isinstance(m, Block)}
+    emitted = emit_rank(plan, root.rank, {name: len(m.codes) for name, m in blocks.items()})
+    for path, graphs in emitted.graphs.items():
+        for graph in graphs:
+            blocks[path].codes.append(root.compiler(graph, path))
+    _fill_constants(root, plan)
+    return len(root.codes) - 1
+
+
+def _capture_further(
+    root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, Signature, Plan]:
+    skeleton = root.skeleton
+    skeleton.train(root.training)
+    mine = dict(root.named_parameters()) | dict(root.named_buffers())
+    with torch.no_grad():
+        for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
+            if name in mine and tensor.dtype != mine[name].dtype:
+                tensor.data = tensor.data.to(mine[name].dtype)
+    plan = make_plan(skeleton, args, kwargs, tp=root.tp_size, layout=root.plan)
+    number = attach(root, plan)
+    return number, plan.stages[0][1].signature, plan
+
+
+def _grow(root: TensorParallel, skeleton: nn.Module, group: Group, plan: Plan) -> None:
+    """The original's module tree in blocks; lists and dicts of modules stay what they are."""
+    made: dict[int, nn.Module] = {id(skeleton): root}
+    blocks: dict[str, nn.Module] = {"": root}
+    for path, module in skeleton.named_modules(remove_duplicate=False):
+        if path:
+            twin = made.get(id(module))
+            if twin is None:
+                twin = _twin(module, path, plan)
+                made[id(module)] = twin
+            blocks[path] = twin
+            parent, _, name = path.rpartition(".")
+            blocks[parent].add_module(name, twin)
+        if isinstance(blocks[path], Block):
+            blocks[path].group = group  # type: ignore[assignment]
+
+
+def _twin(module: nn.Module, path: str, plan: Plan) -> nn.Module:
+    if type(module) is nn.ModuleList:
+        return nn.ModuleList()
+    if type(module) is nn.ModuleDict:
+        return nn.ModuleDict()
+    notes = []
+    for name, _ in module.named_parameters(recurse=False):
+        full = f"{path}.{name}"
+        if full in plan.by_name and plan.is_sharded(full):
+            notes.append(f"{name} [{', '.join(str(dim) for dim in plan.by_name[full].dims)}]")
+    return Block(type(module).__name__, "; ".join(notes))
+
+
+def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int) -> None:
+    """Register shards of every parameter and buffer; a tied tensor is one object again."""
+    kept = set(model.state_dict(keep_vars=True))
+    done: dict[int, Any] = {}
+    targets = dict(root.named_modules(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        target = targets[path]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                target.register_parameter(name, None)
+                continue
+            if id(parameter) not in done:
+                ranges = plan.ranges(_first_name(path, name, plan), rank)
+                part = shard(parameter, ranges)
+                done[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
+            target.register_parameter(name, done[id(parameter)])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in done:
+                ranges = plan.ranges(_first_name(path, name, plan), rank)
+                done[id(buffer)] = shard(buffer, ranges)
+            full = f"{path}.{name}" if path else name
+            made = None if buffer is None else done[id(buffer)]
+            target.register_buffer(name, made, persistent=full in kept)
+
+
+def _first_name(path: str, name: str, plan: Plan) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _fill_constants(root: TensorParallel, plan: Plan) -> None:
+    """Tensors that the model made while it was captured become buffers that are not saved."""
+    device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    for name, spec in plan.stages[0][1].tensors.items():
+        if spec.value is not None:
+            path, _, attribute = name.rpartition(".")
+            block = root.get_submodule(path)
+            if not hasattr(block, attribute):
+                part = shard(spec.value, plan.ranges(name, root.rank)).to(device)
+                block.register_buffer(attribute, part, persistent=False)

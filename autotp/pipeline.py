@@ -1,0 +1,61 @@
+"""The order of the passes, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from autotp.planning import Plan
+from autotp.program import Program
+from passes.capture import capture
+from passes.check import check
+from passes.choose import choose
+from passes.emit import Emitted, emit
+from passes.infer import infer
+from passes.insert import insert
+from passes.localize import localize
+from passes.match import match
+
+
+def make_plan(
+    skeleton: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    tp: int,
+    layout: Plan | None = None,
+) -> Plan:
+    """A model without storage and a call become a plan. `layout` fixes how parameters lie."""
+    program = capture(skeleton, args, kwargs)
+    inferred = infer(program)
+    pairs = match(program, inferred)
+    plan = choose(
+        program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout
+    )
+    sharded, counts = insert(program, inferred, plan)
+    return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
+
+
+def rank_program(plan: Plan, rank: int, *, shapes: bool = False) -> Program:
+    """The rank's program, proved."""
+    program = localize(plan.program(), plan, rank=rank, shapes=shapes)
+    check(program, plan, rank=rank)
+    return program
+
+
+def rank_graph(plan: Plan, rank: int) -> GraphModule:
+    """The rank's program as a GraphModule with parameters of local shape on the meta device."""
+    from autotp.printing import graph_module
+
+    return graph_module(rank_program(plan, rank, shapes=True), plan, rank)
+
+
+def emit_rank(plan: Plan, rank: int, first: Mapping[str, int]) -> Emitted:
+    """The rank's program as one graph for each module call."""
+    return emit(rank_program(plan, rank), first=first)
+
+
+__all__ = ["emit_rank", "make_plan", "rank_graph", "rank_program"]

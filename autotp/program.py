@@ -1,0 +1,69 @@
+"""Program: a captured model as data. The graph, what its values are, and how the model is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A parameter, buffer or constant: its shape, and for constants its value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str  # parameter, buffer or constant
+    requires_grad: bool = False
+    value: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What a call must satisfy to be served by a capture.
+
+    `sizes` has an entry for each leaf of (args, kwargs): for a tensor its dims (an int where the
+    capture is for that size alone, else a symbol), for anything else None. `ranges` bounds symbols,
+    `conditions` are further expressions over the sizes of the leaves `L["args"]`, `L["kwargs"]`.
+    """
+
+    sizes: tuple[tuple[int | str, ...] | None, ...]
+    ranges: Mapping[str, tuple[int, int]]
+    conditions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How the model is called: the pytrees of arguments and results, and which leaves are inputs.
+
+    `inputs` names the placeholder of each leaf of (args, kwargs), in order.
+    """
+
+    in_spec: Any
+    out_spec: Any
+    inputs: tuple[str, ...]
+    guards: Guards
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured model.
+
+    Placeholders are user inputs. Parameters, buffers and constants are `get_attr` nodes, one each,
+    whose target is the name. `aliases` lists every further name of a tied tensor.
+    """
+
+    graph: Graph
+    tensors: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str]
+    signature: Signature
+    training: bool
+    provenance: tuple[str, ...] = ()

@@ -1,0 +1,38 @@
+"""Nested Python data, flattened: the one place that uses torch's pytree module.
+
+`torch.utils._pytree` is not public by name, but it is what `torch.export` speaks (its specs are in
+every ExportedProgram) and where Hugging Face registers its output classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure."""
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The inverse of `flatten`."""
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def structure(tree: Any) -> Any:
+    """The structure alone; equal structures compare equal."""
+    return _pytree.tree_structure(tree)
+
+
+def map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with each leaf replaced."""
+    return _pytree.tree_map(function, tree)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The tree with each tensor replaced."""
+    return _pytree.tree_map_only(torch.Tensor, function, tree)

@@ -1,0 +1,83 @@
+"""RULES: what each operator says about the dims of its operands and results.
+
+One table, by operator name (all overloads share a rule). An operator that torch tags as pointwise
+needs no entry. Any other operator without a rule bars every axis that it touches, so what is not
+known stays replicated and shows in the plan. How to write a rule: docs/rules.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from autotp.rules import creation, embedding, matmul, pointwise, reduction, view
+from autotp.rules.context import Context, Dims, Use, Value
+from autotp.rules.notation import name
+
+__all__ = ["RULES", "Context", "Dims", "Rule", "Use", "Value", "name", "rule_for"]
+
+Rule = Callable[[Context, Node], Value]
+
+
+def _table(families: dict[Rule, str]) -> dict[str, Rule]:
+    return {f"aten.{op}": rule for rule, ops in families.items() for op in ops.split()}
+
+
+RULES: dict[str, Rule] = _table(
+    {
+        creation.count: "arange linspace",
+        creation.create: "empty full new_empty new_full new_ones new_zeros ones zeros scalar_tensor",
+        embedding.embedding: "embedding",
+        embedding.gather: "gather",
+        embedding.index: "index",
+        matmul.addmm: "addmm",
+        matmul.baddbmm: "baddbmm",
+        matmul.einsum: "einsum",
+        matmul.linear: "linear",
+        matmul.matmul: "matmul mm bmm",
+        pointwise.isin: "isin",
+        pointwise.like: """_to_copy alias alpha_dropout bernoulli celu contiguous detach detach_
+            dropout empty_like full_like lift_fresh_copy native_dropout ones_like rand_like
+            randn_like to type_as zeros_like""",
+        pointwise.pointwise: """__and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide masked_fill
+            masked_fill_ prelu where""",
+        reduction.along: """cumprod cumsum flip log_softmax roll softmax _softmax _log_softmax
+            logcumsumexp""",
+        reduction.attention: "scaled_dot_product_attention",
+        reduction.cross_entropy: "cross_entropy_loss",
+        reduction.last: "layer_norm rms_norm",
+        reduction.reduce: """all amax amin any argmax argmin argsort linalg_vector_norm logsumexp
+            max mean median min norm prod sort std topk var""",
+        reduction.total: "sum",
+        reduction.triangle: "tril triu",
+        view.adjoint: "mT adjoint matrix_H",
+        view.cat: "cat concat",
+        view.expand: "expand expand_as broadcast_to",
+        view.pad: "pad constant_pad_nd",
+        view.permute: "permute transpose t numpy_T swapaxes swapdims",
+        view.regroup: """_unsafe_view flatten reshape reshape_as squeeze unflatten unsqueeze view
+            view_as""",
+        view.repeat: "repeat tile",
+        view.repeat_interleave: "repeat_interleave",
+        view.select: "select",
+        view.slice_: "slice narrow",
+        view.split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split",
+        view.stack: "stack",
+        view.unbind: "unbind",
+    }
+)
+
+
+def rule_for(node: Node) -> Rule | None:
+    """The rule of a node's operator; None where there is none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    found = RULES.get(name(node))
+    if torch.Tag.pointwise in target.tags and found is None:
+        return pointwise.pointwise
+    if found is reduction.reduce and torch.Tag.pointwise in target.tags:
+        return pointwise.pointwise  # aten.max.other
+    return found

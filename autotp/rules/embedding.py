@@ -1,0 +1,46 @@
+"""Rules of table look-ups and of indexing by tensors."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from autotp.rules.context import Context, Dims, argument, position
+from autotp.rules.notation import name
+
+
+def embedding(ctx: Context, node: Node) -> Dims:
+    """Rows of a table: the row dim is looked up (sharded rows give a masked, partial result)."""
+    weight, index = node.args[0], node.args[1]
+    assert isinstance(weight, Node)
+    rows, *features = ctx.dims(weight)
+    ctx.use("lookup", node, rows, weight)
+    return (*ctx.dims(index), *features)
+
+
+def index(ctx: Context, node: Node) -> Dims:
+    """`x[i, :, j]` with tensors: indexed dims need all their items, the others pass."""
+    dims, given = ctx.dims(node.args[0]), node.args[1]
+    assert isinstance(given, (list, tuple))
+    places = [i for i, item in enumerate(given) if item is not None]
+    for i in places:
+        if given[i].meta["val"].dtype.is_floating_point or given[i].meta["val"].dtype.itemsize == 1:
+            return NotImplemented  # a boolean mask: the result's size depends on data
+    ctx.bar([dims[i] for i in places], f"{name(node)} looks items up by position")
+    indices = [ctx.dims(given[i]) for i in places]
+    picked = ctx.broadcast(indices, max(len(d) for d in indices))
+    together = places == list(range(places[0], places[-1] + 1))
+    first = places[0] if together else 0
+    kept = [dim for i, dim in enumerate(dims) if i not in places]
+    return (*kept[:first], *picked, *kept[first:])
+
+
+def gather(ctx: Context, node: Node) -> Dims:
+    """gather along a dim: that dim needs all its items; index dims of equal size are the same."""
+    source, chosen = ctx.dims(node.args[0]), ctx.dims(node.args[2])
+    along = position(argument(node, 1, "dim"), len(source))
+    for i, (a, b) in enumerate(zip(source, chosen, strict=True)):
+        if i == along or ctx.table.size(a) != ctx.table.size(b):
+            ctx.bar([a, b], f"{name(node)} looks items up by position")
+        else:
+            ctx.table.unify(a, b)
+    return chosen

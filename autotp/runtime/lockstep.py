@@ -1,0 +1,235 @@
+"""All ranks in one process: the emitted graphs of every rank, run node by node in lockstep.
+
+There is no second implementation: the graphs are those that ranks run under torchrun. Only the
+collectives are others: they take the values of all ranks at once, in memory, and are differentiable,
+so one `loss.backward()` computes every rank's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.fx import Graph, map_arg
+
+from autotp import pytree
+from autotp.axes import Ranges
+from autotp.errors import AutoTPError, message
+from autotp.runtime.block import Block
+from autotp.runtime.collectives import (
+    copy_to_region,
+    gather_from_region,
+    place,
+    reduce_from_region,
+    scatter_to_region,
+    take,
+)
+from autotp.runtime.module import TensorParallel
+
+
+class Lockstep(nn.Module):
+    """Every rank of a parallelized model, called as the original.
+
+    `ranks[r]` is the module that rank r would hold. The result is rank 0's, which is every rank's;
+    gradients reach the shards of all ranks.
+    """
+
+    def __init__(self, ranks: Sequence[TensorParallel]) -> None:
+        super().__init__()
+        self.ranks = nn.ModuleList(ranks)
+        self.training = ranks[0].training
+        self.watch: Callable[[Block, Any, list[Any]], None] | None = None
+
+    @property
+    def plan(self) -> Any:
+        """The plan that all ranks follow."""
+        return self.ranks[0].plan
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward, on every rank."""
+        results, spec = self.run(args, kwargs)
+        leaves = [_leave(values) for values in zip(*results, strict=True)]
+        return pytree.unflatten(leaves, spec)
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The flat results of every rank, and their structure."""
+        blocks = list(self.ranks)
+        found = [block.capture_for(args, kwargs) for block in blocks]  # type: ignore[operator]
+        numbers = {capture.number for capture, _ in found}
+        assert len(numbers) == 1, "ranks capture in the same order"
+        entered = zip(*(_enter(leaf, self.devices) for leaf in found[0][1]), strict=True)
+        given = list(entered) or [()] * len(blocks)
+        results = self._run(blocks, numbers.pop(), given)
+        return results, found[0][0].signature.out_spec
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each rank."""
+        return [
+            next((p.device for p in rank.parameters()), torch.device("cpu")) for rank in self.ranks
+        ]
+
+    def _run(self, blocks: Sequence[Any], number: int, given: Sequence[Sequence[Any]]) -> list[Any]:
+        graphs: list[Graph] = [block.codes[number].graph for block in blocks]
+        envs: list[dict[str, Any]] = [{} for _ in blocks]
+        inputs = [iter(values) for values in given]
+        for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
+            node, name = nodes[0], nodes[0].name
+            assert all((n.op, n.name) == (node.op, name) for n in nodes), "ranks run the same graph"
+            operands = [
+                map_arg((n.args, dict(n.kwargs)), lambda x, env=env: env[x.name])
+                for n, env in zip(nodes, envs, strict=True)
+            ]
+            match node.op:
+                case "placeholder":
+                    values: list[Any] = [next(values) for values in inputs]
+                case "get_attr":
+                    values = [_attribute(block, str(node.target)) for block in blocks]
+                case "call_module":
+                    inner = [block.get_submodule(str(node.target)) for block in blocks]
+                    values = self._run(inner, node.kwargs["_graph"], [a for a, _ in operands])  # type: ignore[arg-type]
+                case "output":
+                    return [args[0] for args, _ in operands]
+                case _:
+                    values = _call(node.target, operands)
+            if self.watch is not None and node.op == "call_function":
+                self.watch(blocks[0], node, values)
+            for env, value in zip(envs, values, strict=True):
+                env[name] = value
+        raise AssertionError("a graph has an output")
+
+
+def _call(target: Any, operands: Sequence[Any]) -> list[Any]:
+    joint = _JOINT.get(target)
+    if joint is None:
+        return [target(*args, **kwargs) for args, kwargs in operands]
+    xs = [args[0] for args, _ in operands]
+    if len(xs) == 1:
+        return xs
+    return list(joint(xs, *operands[0][0][1:]))
+
+
+def _attribute(block: nn.Module, path: str) -> Any:
+    value: Any = block
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _to(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.device == like.device else x.to(like.device)
+
+
+def _total(xs: Sequence[Tensor]) -> list[Tensor]:
+    total = xs[0].clone(memory_format=torch.contiguous_format)
+    for x in xs[1:]:
+        total += _to(x, total)
+    return [total, *(_to(total, x).clone() for x in xs[1:])]
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return _Reduce.apply(*grads)  # type: ignore[no-any-return]
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_total(xs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return _Copy.apply(*grads)  # type: ignore[no-any-return]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, ranges: tuple[Ranges, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.ranges = dim, ranges
+        whole = place([_to(x, xs[0]) for x in xs], dim, ranges)
+        return tuple(_to(whole, x).clone() for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, None, *_Scatter.apply(ctx.dim, ctx.ranges, *grads))
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, ranges: tuple[Ranges, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.ranges = dim, ranges
+        return tuple(take(x, dim, held).clone() for x, held in zip(xs, ranges, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, None, *_Gather.apply(ctx.dim, ctx.ranges, *grads))
+
+
+class _Enter(Function):
+    """One input becomes every rank's: all compute the same gradient for it, one of them counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+        ctx.device = x.device
+        return tuple(x.to(device, copy=True) for device in devices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.device), None
+
+
+class _Leave(Function):
+    """Every rank's result becomes one: each rank gets the gradient that it would get by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        ctx.devices = [x.device for x in xs]
+        return xs[0].view_as(xs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.to(device) for device in ctx.devices)
+
+
+def _enter(leaf: Any, devices: Sequence[torch.device]) -> tuple[Any, ...]:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return tuple(_Enter.apply(leaf, devices))
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.to(device) for device in devices)
+    return (leaf,) * len(devices)
+
+
+def _leave(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    if any(v.shape != first.shape for v in values):
+        raise AutoTPError(
+            message(
+                "ranks return tensors of different shapes",
+                values=str([tuple(v.shape) for v in values]),
+                because="a result of the module is sharded",
+            )
+        )
+    return _Leave.apply(*values)
+
+
+_JOINT: dict[Any, Callable[..., Any]] = {
+    copy_to_region: lambda xs: _Copy.apply(*xs),
+    reduce_from_region: lambda xs: _Reduce.apply(*xs),
+    gather_from_region: lambda xs, dim, ranges: _Gather.apply(dim, ranges, *xs),
+    scatter_to_region: lambda xs, dim, ranges: _Scatter.apply(dim, ranges, *xs),
+}

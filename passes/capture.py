@@ -1,0 +1,315 @@
+"""A model and example inputs become a Program: an ATen graph with shapes, on the meta device.
+
+before  model(input_ids=..., labels=...)
+after   %linear : f32[s0, s1, 192] = torch.ops.aten.linear.default(%layer_norm, %qkv.weight, %qkv.bias)
+
+`torch.export` (non-strict, training IR, not decomposed) traces a copy without storage, so no weight
+is copied or run. Batch and sequence stay dynamic. Checks of dtypes and devices that export inserts,
+and conversions that change nothing, are dropped; literals of the capture device become the device
+of the module. Requires a `skeleton` (see `autotp.skeleton`), which is not changed.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, Node
+
+from autotp import pytree
+from autotp.errors import CaptureError, message
+from autotp.program import Guards, Program, Signature, TensorSpec
+from autotp.runtime.regions import (
+    SIDE_EFFECTS,
+    enter_autocast,
+    enter_grad_mode,
+    leave_autocast,
+    leave_grad_mode,
+)
+
+_META = torch.device("meta")
+_CHECKS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+_CONVERSIONS = {
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.other,
+}
+_REGIONS = {
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast,
+}
+
+
+def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+    """Trace `skeleton(*args, **kwargs)`; of tensors among the inputs only shape and dtype count.
+
+    Raises CaptureError with the module and source line that refused.
+    """
+    args, kwargs = pytree.map_tensors(_blank, (args, dict(kwargs)))
+    begun = time.perf_counter()
+    exported = _export(skeleton, args, kwargs)
+    seconds = time.perf_counter() - begun
+    tensors, names, aliases = _tensors(skeleton, exported)
+    rebuilt = _Rebuild(exported, names)
+    graph = rebuilt.graph
+    signature = Signature(
+        pytree.structure((args, kwargs)),
+        exported.call_spec.out_spec,
+        tuple(rebuilt.inputs),
+        _guards(exported),
+    )
+    note = f"captured by torch.export in {seconds:.1f} s: {len(graph.nodes)} nodes"
+    return Program(graph, tensors, aliases, signature, skeleton.training, (note,))
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    # a new tensor each time: export takes two arguments that are one object for one input
+    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+    return blank.requires_grad_(tensor.requires_grad)
+
+
+class _Call(nn.Module):
+    """Passes (args, kwargs) on, so that every call form is the same to export."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    def dynamic(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        return {i: Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
+
+    shapes = {"args": pytree.map(dynamic, args), "kwargs": pytree.map(dynamic, kwargs)}
+    try:
+        return export(_Call(skeleton), (args, kwargs), dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise CaptureError(
+            message(
+                f"torch.export cannot capture {type(skeleton).__name__}",
+                values=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                because=_where(error, skeleton),
+                try_="example_inputs that take the path you train or run; control flow must not "
+                "depend on tensor values",
+            )
+        ) from error
+
+
+def _where(error: BaseException, skeleton: nn.Module) -> str:
+    """The innermost frame of the model's own code, and the module that it was running."""
+    line, module, trace = "the model's code could not be traced", "", error.__traceback__
+    paths = {id(child): path for path, child in skeleton.named_modules()}
+    while trace is not None:
+        frame = trace.tb_frame
+        owner = frame.f_locals.get("self")
+        if id(owner) in paths:
+            module = paths[id(owner)] or type(owner).__name__
+            line = f"{frame.f_code.co_filename}:{trace.tb_lineno} in {frame.f_code.co_name}"
+        trace = trace.tb_next
+    return f"module {module}, {line}" if module else line
+
+
+def _tensors(
+    skeleton: nn.Module, exported: ExportedProgram
+) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, str]]:
+    """Specs by first name, the name of each placeholder, and the further names of tied tensors."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    specs: dict[str, TensorSpec] = {}
+    named = [
+        *(("parameter", *item) for item in skeleton.named_parameters(remove_duplicate=False)),
+        *(("buffer", *item) for item in skeleton.named_buffers(remove_duplicate=False)),
+    ]
+    for kind, name, tensor in named:
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype, kind, tensor.requires_grad)
+    names: dict[str, str] = {}
+    for given in exported.graph_signature.input_specs:
+        if given.kind in (InputKind.PARAMETER, InputKind.BUFFER) and given.target:
+            name = given.target.removeprefix("model.")
+            names[given.arg.name] = aliases.get(name, name)
+        elif given.kind is InputKind.CONSTANT_TENSOR and given.target:
+            value = exported.constants[given.target]
+            name = given.target.removeprefix("model.")
+            assert isinstance(value, torch.Tensor)
+            specs[name] = TensorSpec(tuple(value.shape), value.dtype, "constant", value=value)
+            names[given.arg.name] = name
+        elif given.kind is not InputKind.USER_INPUT:
+            raise CaptureError(f"inputs of kind {given.kind.name} are not supported")
+    for out in exported.graph_signature.output_specs:
+        if out.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                message(
+                    f"the model writes to {out.target} ({out.kind.name})",
+                    values=f"{out.target}",
+                    because="a captured graph returns values, it does not keep state",
+                    try_="model.eval(), if the state is only kept in training",
+                )
+            )
+    return specs, names, aliases
+
+
+def _guards(exported: ExportedProgram) -> Guards:
+    found: list[tuple[int | str, ...] | None] = []
+    inputs = {
+        spec.arg.name
+        for spec in exported.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    }
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs:
+            value = node.meta.get("val")
+            tensor = isinstance(value, torch.Tensor)
+            found.append(tuple(_entry(size) for size in value.shape) if tensor else None)
+    ranges = {
+        str(symbol): (int(max(0, bound.lower)), int(min(bound.upper, sys.maxsize)))
+        for symbol, bound in exported.range_constraints.items()
+    }
+    # not public; without it the ranges and equal symbols above still hold
+    conditions = tuple(getattr(exported, "_guards_code", None) or ())
+    return Guards(tuple(found), ranges, conditions)
+
+
+def _entry(size: int | torch.SymInt) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+class _Rebuild:
+    """Copies an exported graph: tensors become get_attr nodes at their first use, checks and
+    conversions that change nothing go, and nested regions are written out in place."""
+
+    def __init__(self, exported: ExportedProgram, names: Mapping[str, str]) -> None:
+        self.graph = Graph()
+        self.inputs: list[str] = []
+        self.device: Node | None = None
+        self._new: dict[Node, Any] = {}
+        self._names: dict[Node, str] = {}
+        self._made: dict[str, Node] = {}
+        for node in exported.graph.nodes:
+            if node.op == "placeholder" and node.name in names:
+                self._names[node] = names[node.name]
+                if self.device is None:
+                    self._device(node)
+            elif node.op == "placeholder":
+                self.inputs.append(node.name)
+                self._new[node] = self.graph.create_node("placeholder", node.name, name=node.name)
+                self._new[node].meta = {"val": node.meta.get("val")}
+            elif node.op == "output":
+                self.graph.output(self._map(node.args[0], node))
+            else:
+                self._copy(node, exported.graph_module)
+        self.graph.eliminate_dead_code(lambda n: n.is_impure() or n.target in SIDE_EFFECTS)
+
+    def _device(self, node: Node) -> None:
+        source = self._tensor(node, node)
+        self.device = self.graph.call_function(getattr, (source, "device"))
+        self.device.name = "device"
+
+    def _tensor(self, node: Node, user: Node) -> Node:
+        name = self._names[node]
+        if name not in self._made:
+            made = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            made.meta = {"val": node.meta["val"], **_origin(user)}
+            self._made[name] = made
+        return self._made[name]
+
+    def _map(self, value: Any, user: Node) -> Any:
+        def operand(node: Node) -> Any:
+            return self._tensor(node, user) if node in self._names else self._new[node]
+
+        mapped = torch.fx.map_arg(value, operand)
+        return self.device if mapped == _META else mapped
+
+    def _copy(self, node: Node, module: nn.Module) -> None:
+        if node.target in _CHECKS or node.op == "get_attr":
+            return
+        if node.target in _CONVERSIONS and _changes_nothing(node):
+            self._new[node] = self._map(node.args[0], node)
+        elif node.target in _REGIONS:
+            self._region(node, module)
+        else:
+            args = tuple(self._map(value, node) for value in node.args)
+            kwargs = {key: self._map(value, node) for key, value in node.kwargs.items()}
+            made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            made.meta = {"val": node.meta.get("val"), **_origin(node)}
+            self._new[node] = made
+
+    def _region(self, node: Node, module: nn.Module) -> None:
+        """Write a nested graph out between the calls that enter and leave its region."""
+        at = next(
+            i for i, arg in enumerate(node.args) if isinstance(arg, Node) and arg.op == "get_attr"
+        )
+        nested = node.args[at]
+        assert isinstance(nested, Node)
+        inner = module.get_submodule(str(nested.target))
+        graph = getattr(inner, "graph", None)
+        assert isinstance(graph, Graph)
+        if at == 1:
+            begin, end = enter_grad_mode, leave_grad_mode
+            entered = self.graph.call_function(begin, (node.args[0],))
+        else:
+            begin, end = enter_autocast, leave_autocast
+            entered = self.graph.call_function(begin, (self.device, node.args[2], node.args[1]))
+        entered.meta = _origin(node)
+        operands = iter(node.args[at + 1 :])
+        results: Any = None
+        for child in graph.nodes:
+            if child.op == "placeholder":
+                given = next(operands)
+                assert isinstance(given, Node)
+                if given in self._names:
+                    self._names[child] = self._names[given]
+                else:
+                    self._new[child] = self._new[given]
+            elif child.op == "output":
+                results = self._map(child.args[0], node)
+            else:
+                self._copy(child, inner)
+        left = self.graph.call_function(end, (entered,))
+        left.meta = _origin(node)
+        for user in node.users:
+            assert user.target is operator.getitem, "a nested graph returns a tuple"
+            self._new[user] = results[user.args[1]]
+
+
+def _origin(node: Node) -> dict[str, Any]:
+    """Where a node comes from: module calls as (path, class), outermost first, and source lines."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key, (path, kind) in stack.items():
+        path = path.removeprefix("model").removeprefix(".")
+        again = key.rpartition("@")[2] if "@" in key else ""
+        calls.append((path + (f"@{again}" if again else ""), getattr(kind, "__name__", kind)))
+    return {"calls": tuple(calls[2:]), "stack_trace": node.meta.get("stack_trace")}
+
+
+def _changes_nothing(node: Node) -> bool:
+    before, after = node.args[0], node.meta.get("val")
+    if not isinstance(before, Node) or node.kwargs.get("copy") or True in node.args[3:]:
+        return False
+    value = before.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and (value.dtype, value.device) == (after.dtype, after.device)
+    )

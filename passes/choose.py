@@ -1,0 +1,237 @@
+"""The pairs to shard are decided for a number of ranks: the Plan, with a reason for all the rest.
+
+before  pairs heads0 (12 units), ffn0 (3072 units), ...
+after   Plan(tp=8, axes=(heads0 split 2 2 2 2 1 1 1 1, ffn0 split 384 ...), kept=(...))
+
+Of axes that would split the same tensor twice the one that shards most parameter bytes is taken:
+of a grouped-query attention that is the axis of key heads, not the group or the head size. An axis
+is refused if it has fewer units than there are ranks, or lies beside whole parts in a fused weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.fx import Node
+
+from autotp.axes import Axis, Dim, Shares, balanced, is_mixed, leaves, overlap, ranges, substitute
+from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
+from autotp.program import Program
+from autotp.unify import Bar
+from passes.infer import Inferred
+from passes.match import GemmPair
+
+_PREFIX = {"attention": "heads", "mlp": "ffn", "vocabulary": "vocab"}
+
+
+def choose(
+    program: Program,
+    inferred: Inferred,
+    pairs: tuple[GemmPair, ...],
+    *,
+    tp: int,
+    model: str,
+    layout: Plan | None = None,
+) -> Plan:
+    """Decide which axes are sharded over `tp` ranks, and note why the others are not.
+
+    With `layout`, of an earlier capture of the model, only axes are taken under which every tensor
+    lies as it does there.
+    """
+    values = _values_by_axis(inferred)
+    weight = {pair.axis: _bytes(program, values[pair.axis]) for pair in pairs}
+    shares: dict[str, tuple[int, ...]] = {}
+    refused: dict[str, str] = {}
+    for pair in sorted(pairs, key=lambda pair: -weight[pair.axis]):
+        reason = _refusal(pair, tp, shares, values)
+        if reason:
+            refused[pair.axis] = reason
+        elif tp > 1:
+            shares[pair.axis] = balanced(pair.units, tp)
+    _drop_mixed(shares, refused, values)
+    if layout is not None:
+        _drop_unlike(program, inferred, shares, refused, layout)
+    taken = [pair for pair in pairs if pair.axis in shares]
+    names = _names(taken)
+    axes = tuple(
+        ShardedAxis(names[pair.axis], pair.kind, pair.units, shares[pair.axis], pair.columns, pair.rows)
+        for pair in taken
+    )
+    tensors = _tensors(program, inferred, names)
+    kept = _kept(program, inferred, pairs, shares, refused) if tp > 1 else ()
+    return Plan(model, tp, axes, tensors, kept, names=names)
+
+
+def _refusal(
+    pair: GemmPair, tp: int, shares: Shares, values: dict[str, list[tuple[Node, tuple[Dim, ...]]]]
+) -> str | None:
+    if pair.bar:
+        return pair.bar.reason
+    if pair.kind == "value":
+        return "attention would be computed whole on every rank"
+    if pair.units < tp:
+        return f"it has {pair.units} units, fewer than tp={tp}"
+    tried = {**shares, pair.axis: ()}
+    for _, dims in values[pair.axis]:
+        if sum(overlap_count(dim, tried) for dim in dims) > 1:
+            return "the tensor is split by another axis already"
+    return None
+
+
+def overlap_count(dim: Dim, shares: Shares) -> int:
+    """How many chosen axes split the dim at one position, at most."""
+    return 2 if overlap(dim, shares) else int(any(a.name in shares for a in leaves(dim)))
+
+
+def _drop_mixed(
+    shares: dict[str, tuple[int, ...]],
+    refused: dict[str, str],
+    values: dict[str, list[tuple[Node, tuple[Dim, ...]]]],
+) -> None:
+    """Take back axes whose tensors hold whole parts beside split ones, until none is left."""
+    changed = True
+    while changed:
+        changed = False
+        for axis in list(shares):
+            mixed = [n for n, dims in values[axis] if any(is_mixed(d, shares) for d in dims)]
+            if mixed:
+                del shares[axis]
+                refused[axis] = "it is fused with parts that are not split"
+                changed = True
+
+
+def _drop_unlike(
+    program: Program,
+    inferred: Inferred,
+    shares: dict[str, tuple[int, ...]],
+    refused: dict[str, str],
+    layout: Plan,
+) -> None:
+    """Take back axes that would lay a tensor out in another way than it lies already."""
+    held = [n for n in program.graph.nodes if n.op == "get_attr"]
+    changed = True
+    while changed:
+        changed = False
+        for node in held:
+            dims, name = inferred.dims[node], str(node.target)
+            mine = {a.name for dim in dims for a in leaves(dim) if a.name in shares}
+            if not mine:
+                continue
+            if name in layout.by_name and all(
+                tuple(ranges(dim, shares, rank) for dim in dims) == layout.ranges(name, rank)
+                for rank in range(layout.tp)
+            ):
+                continue
+            for axis in mine:
+                del shares[axis]
+                refused[axis] = f"{name} lies in another way already"
+            changed = True
+
+
+def _values_by_axis(inferred: Inferred) -> dict[str, list[tuple[Node, tuple[Dim, ...]]]]:
+    found: dict[str, list[tuple[Node, tuple[Dim, ...]]]] = defaultdict(list)
+    for node, value in inferred.dims.items():
+        for dims in _tuples(value):
+            for name in {axis.name for dim in dims for axis in leaves(dim)}:
+                found[name].append((node, dims))
+    return found
+
+
+def _tuples(value: Any) -> Iterator[tuple[Dim, ...]]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _tuples(item)
+    elif value is not None:
+        yield value
+
+
+def _bytes(program: Program, values: list[tuple[Node, tuple[Dim, ...]]]) -> int:
+    names = {str(node.target) for node, _ in values if node.op == "get_attr"}
+    return sum(program.tensors[name].nbytes for name in names)
+
+
+def _names(taken: list[GemmPair]) -> dict[str, str]:
+    counts: dict[str, int] = defaultdict(int)
+    names = {}
+    for pair in taken:
+        prefix = _PREFIX[pair.kind]
+        names[pair.axis] = prefix if prefix == "vocab" else f"{prefix}{counts[prefix]}"
+        counts[prefix] += 1
+    return names
+
+
+def _tensors(
+    program: Program, inferred: Inferred, names: dict[str, str]
+) -> tuple[TensorShard, ...]:
+    nodes = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
+    result = []
+    for name, spec in program.tensors.items():
+        dims = tuple(Axis(str(size), size) for size in spec.shape)
+        if name in nodes:
+            found = inferred.dims[nodes[name]]
+            dims = tuple(
+                substitute(dim, names) if any(a.name in names for a in leaves(dim)) else whole
+                for dim, whole in zip(found, dims, strict=True)
+            )
+            dims = tuple(_plain(dim, set(names.values())) for dim in dims)
+        result.append(
+            TensorShard(name, spec.kind, str(spec.dtype).removeprefix("torch."), dims)
+        )
+    return tuple(result)
+
+
+def _plain(dim: Dim, chosen: set[str]) -> Dim:
+    """Axes that are not sharded go by their size: their numbers mean nothing to a reader."""
+    others = {a.name: str(a.size) for a in leaves(dim) if a.name not in chosen}
+    return substitute(dim, others)
+
+
+def _kept(
+    program: Program,
+    inferred: Inferred,
+    pairs: tuple[GemmPair, ...],
+    shares: Shares,
+    refused: dict[str, str],
+) -> tuple[Kept, ...]:
+    """A reason for every parameter that stays whole."""
+    nodes = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
+    by_name = {n.name: n for n in program.graph.nodes}
+    paired = {pair.axis for pair in pairs}
+    result = []
+    for name, spec in program.tensors.items():
+        if spec.kind != "parameter":
+            continue
+        if name not in nodes:
+            result.append(Kept(name, "the captured call does not use it", "", ""))
+            continue
+        axes = {a.name: a for dim in inferred.dims[nodes[name]] for a in leaves(dim)}
+        if any(axis in shares for axis in axes):
+            continue
+        reason, where = _why(axes, inferred.bars, refused, paired)
+        source = _source(by_name[where]) if where else ""
+        result.append(Kept(name, reason, where, source))
+    return tuple(result)
+
+
+def _why(
+    axes: Iterable[str], bars: Mapping[str, Bar], refused: Mapping[str, str], paired: set[str]
+) -> tuple[str, str]:
+    """The reason that a reader looks for first: a pair that could have been, then any bar."""
+    for axis in axes:
+        if axis in refused and axis not in bars:
+            return refused[axis], ""
+    for axis in sorted(axes, key=lambda axis: axis not in paired):
+        if axis in bars:
+            return bars[axis].reason, bars[axis].node
+    return "none of its dims is made by one GEMM and contracted by another", ""
+
+
+def _source(node: Node) -> str:
+    """`modeling.py:213` of the innermost line that called the node's operator."""
+    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
+    if not lines:
+        return ""
+    file, line = lines[-1].split(", ")[:2]
+    return f"{file.split('/')[-1].strip(chr(34))}:{line.removeprefix('line ')}"

@@ -1,0 +1,296 @@
+"""f and g are in the graph: replicated values enter sharded computation through f, partial sums leave
+through g.
+
+before  %up : linear(%x, up.weight, up.bias)          columns of up.weight sharded
+        %down : linear(%gelu, down.weight, down.bias)   rows of down.weight sharded
+after   %f : copy_to_region(%x)
+        %up : linear(%f, up.weight, up.bias)
+        %down : linear(%gelu, down.weight)
+        %g : reduce_from_region(%down)
+        %add : add(%g, down.bias)
+
+One f for each value however many operators read it, on parameters too (a scale that all heads share).
+The bias of a row-parallel product is added once, after g. Sharded results are gathered where they
+leave the module; inputs and counted positions (`arange`) enter by the rank's own part. Random
+operators draw from the stream of their placement. Every value gets `meta["dims"]` and
+`meta["placement"]`. The graph is the same on every rank; sizes are still the whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autotp.axes import Dim, Shares, is_sharded, ranges, substitute
+from autotp.placement import text
+from autotp.planning import Collectives, Plan
+from autotp.program import Program
+from autotp.rules import creation, pointwise, rule_for, view
+from autotp.runtime.collectives import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+)
+from autotp.runtime.random import draw, next_seed
+from autotp.runtime.regions import enter_grad_mode, leave_grad_mode
+from passes.infer import Inferred
+
+_LINEAR_VIEWS = (view.regroup, view.permute, view.adjoint, view.expand)
+aten = torch.ops.aten
+
+
+def insert(program: Program, inferred: Inferred, plan: Plan) -> tuple[Program, Collectives]:
+    """Insert the collectives that a plan needs; also says how many a call issues."""
+    rewriter = _Insert(program, inferred, plan)
+    note = (
+        f"inserted {rewriter.forward} g, {rewriter.copies} f, {rewriter.gathers} gathers "
+        f"for tp={plan.tp}"
+    )
+    counts = Collectives(rewriter.forward, rewriter.backward, rewriter.gathers)
+    result = replace(program, graph=rewriter.graph, provenance=(*program.provenance, note))
+    return result, counts
+
+
+class _Insert:
+    def __init__(self, program: Program, inferred: Inferred, plan: Plan) -> None:
+        self.graph = Graph()
+        self.forward = self.backward = self.copies = self.gathers = 0
+        self._tensors, self._plan, self._shares = program.tensors, plan, plan.shares
+        self._dims = {node: _renamed(value, plan) for node, value in inferred.dims.items()}
+        self._may, self._does = _needs_grad(program, any_parameter=True), _needs_grad(program)
+        self._contracts = {
+            use.node
+            for use, dim in zip(inferred.uses, inferred.use_dims, strict=True)
+            if use.kind == "contract" and is_sharded(substitute(dim, plan.names), self._shares)
+        }
+        nodes = list(program.graph.nodes)
+        self._inside = {node for node in nodes if self._is_inside(node)}
+        self._entries, self._copied = self._where_f_goes(nodes)
+        self._new: dict[Node, Node] = {}
+        self._f: dict[Node, Node] = {}
+        self._seed: Node | None = None
+        self._draws = 0
+        for node in nodes:
+            self._copy(node)
+
+    # ---- analysis
+
+    def _is_inside(self, node: Node) -> bool:
+        """Whether an operator computes something else on each rank."""
+        if node.op != "call_function" or rule_for(node) is creation.count:
+            return False
+        return any(_sharded(self._dims[n], self._shares) for n in (node, *node.all_input_nodes))
+
+    def _where_f_goes(self, nodes: Sequence[Node]) -> tuple[set[Node], set[Node]]:
+        """Values that enter through f, and views behind f that stay replicated (moved up to share it)."""
+        entries: set[Node] = set()
+        for node in nodes:
+            if node in self._inside:
+                bias = _bias(node) if node in self._contracts else None
+                entries.update(n for n in node.all_input_nodes if n is not bias and self._enters(n))
+        copied: set[Node] = set()
+        for node in reversed(nodes):
+            users = list(node.users)
+            if (
+                node in entries
+                and rule_for(node) in _LINEAR_VIEWS
+                and all(user in self._inside or user in copied for user in users)
+            ):
+                source = node.args[0]
+                assert isinstance(source, Node)
+                if self._enters(source):
+                    entries.discard(node)
+                    copied.add(node)
+                    entries.add(source)
+        return entries, copied
+
+    def _enters(self, node: Node) -> bool:
+        return self._may[node] and not _sharded(self._dims[node], self._shares)
+
+    # ---- rewriting
+
+    def _copy(self, node: Node) -> None:
+        match node.op:
+            case "placeholder" | "get_attr":
+                made = self.graph.create_node(node.op, node.target, node.args, name=node.name)
+                self._finish(node, made)
+                if node.op == "placeholder" and _sharded(self._dims[node], self._shares):
+                    made.meta["placement"] = text((), self._shares)
+                    self._new[node] = self._scatter(node, made)
+            case "output":
+                leaves = [self._leave(leaf) for leaf in node.args[0]]  # type: ignore[union-attr]
+                self.graph.output(tuple(leaves))
+            case _:
+                self._call(node)
+
+    def _call(self, node: Node) -> None:
+        inside = node in self._inside or node in self._copied
+
+        bias = _bias(node) if node in self._contracts else None
+
+        def operand(source: Node) -> Node:
+            through = inside and source in self._entries and source is not bias
+            return self._through_f(source) if through else self._new[source]
+
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), operand)
+        if node in self._contracts:
+            self._row_parallel(node, args, kwargs)
+            return
+        if _is_random(node):
+            if self._seed is None:
+                self._seed = self._first(next_seed)
+            self._draws += 1
+            stream = "sharded" if node in self._inside else "replicated"
+            args = (node.target, stream, self._seed, self._draws, *args)
+            made = self.graph.create_node("call_function", draw, args, kwargs, name=node.name)
+        else:
+            made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        self._finish(node, made)
+        if node in self._copied:
+            made.meta["placement"] = "R"
+        if rule_for(node) is creation.count and _sharded(self._dims[node], self._shares):
+            made.meta["placement"] = "I"
+            self._new[node] = self._scatter(node, made)
+
+    def _first(self, function: Any) -> Node:
+        anchor = next(iter(self.graph.nodes))
+        with self.graph.inserting_before(anchor):
+            return self.graph.call_function(function)
+
+    def _finish(self, node: Node, made: Node) -> None:
+        made.meta = {**node.meta, "dims": self._dims[node]}
+        made.meta["placement"] = text(self._dims[node], self._shares)
+        self._new[node] = made
+
+    def _through_f(self, source: Node) -> Node:
+        if source not in self._f:
+            readers = [n for n in source.users if n in self._inside or n in self._copied]
+            made = self.graph.call_function(copy_to_region, (self._new[source],))
+            made.name = f"f_{source.name}"
+            made.meta = {**self._new[source].meta, "placement": "R", "calls": _common(readers)}
+            made.meta["stack_trace"] = readers[0].meta.get("stack_trace")
+            self._f[source] = made
+            self.copies += 1
+            self.backward += self._does[source]
+        return self._f[source]
+
+    def _row_parallel(self, node: Node, args: Any, kwargs: Any) -> None:
+        """The product without its bias, g, and the bias added once."""
+        target, bias = node.target, None
+        match node.target:
+            case aten.addmm.default:
+                target, bias, args = aten.mm.default, args[0], args[1:]
+            case aten.baddbmm.default:
+                target, bias, args = aten.bmm.default, args[0], args[1:]
+            case aten.linear.default:
+                bias, args = (*args, None)[2], args[:2]
+        product = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
+        product.meta = {**node.meta, "dims": self._dims[node], "placement": "P"}
+        result = self.graph.call_function(reduce_from_region, (product,))
+        result.name = f"g_{node.name}"
+        result.meta = {**product.meta, "placement": "I"}
+        self.forward += 1
+        if bias is not None:
+            total = self.graph.call_function(aten.add.Tensor, (result, bias))
+            total.meta = dict(result.meta)
+            result = total
+        self._new[node] = result
+
+    def _scatter(self, node: Node, whole: Node) -> Node:
+        return self._move(scatter_to_region, node, whole)
+
+    def _leave(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        if not _sharded(self._dims[leaf], self._shares):
+            return self._new[leaf]
+        self.gathers += 1
+        made = self._move(gather_from_region, leaf, self._new[leaf])
+        made.meta["placement"] = "I"
+        made.meta["calls"] = ()
+        return made
+
+    def _move(self, function: Any, node: Node, value: Node) -> Node:
+        dims = self._dims[node]
+        at = next(i for i, dim in enumerate(dims) if is_sharded(dim, self._shares))
+        pieces = tuple(ranges(dims[at], self._shares, rank) for rank in range(self._plan.tp))
+        made = self.graph.call_function(function, (value, at, pieces))
+        made.meta = {**node.meta, "dims": dims, "placement": text(dims, self._shares)}
+        return made
+
+
+def _renamed(value: Any, plan: Plan) -> Any:
+    if isinstance(value, list):
+        return [_renamed(item, plan) for item in value]
+    return None if value is None else tuple(substitute(dim, plan.names) for dim in value)
+
+
+def _sharded(value: Any, shares: Shares) -> bool:
+    if isinstance(value, list):
+        return any(_sharded(item, shares) for item in value)
+    return any(is_sharded(dim, shares) for dim in value or ())
+
+
+def _bias(node: Node) -> Any:
+    """The operand that a product adds to its result: it is added once, after g."""
+    match node.target:
+        case aten.addmm.default | aten.baddbmm.default:
+            return node.args[0]
+        case aten.linear.default:
+            return node.args[2] if len(node.args) > 2 else None
+    return None
+
+
+def _common(nodes: Sequence[Node]) -> tuple[Any, ...]:
+    """The module calls that all these nodes are in."""
+    stacks = [node.meta.get("calls", ()) for node in nodes]
+    shared = []
+    for level in zip(*stacks, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
+
+
+def _is_random(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if rule_for(node) is pointwise.like and len(node.args) > 2:  # dropout(x, p, train)
+        return bool(node.args[2]) and node.args[1] != 0
+    if target is aten.scaled_dot_product_attention.default:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    return True
+
+
+def _needs_grad(program: Program, any_parameter: bool = False) -> dict[Node, bool]:
+    """Which values may get a gradient; with `any_parameter` also if a parameter is frozen now."""
+    result: dict[Node, bool] = {}
+    blocked: list[bool] = []
+    for node in program.graph.nodes:
+        if node.target is enter_grad_mode:
+            blocked.append(node.args[0] is False)
+        elif node.target is leave_grad_mode:
+            blocked.pop()
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        floating = any(
+            isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+        )
+        if node.op == "get_attr":
+            spec = program.tensors[str(node.target)]
+            found = spec.kind == "parameter" and (any_parameter or spec.requires_grad)
+        elif node.op == "placeholder":
+            found = any_parameter or (isinstance(value, torch.Tensor) and value.requires_grad)
+        else:
+            found = any(result[source] for source in node.all_input_nodes) and not any(blocked)
+            found = found and node.target is not aten.detach.default
+        result[node] = found and floating
+    return result
