@@ -8,6 +8,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "parallelize": "autotp.api",
     "plan": "autotp.api",
+    "verify": "autotp.api",
+    "Report": "autotp.verification",
     "Plan": "autotp.planning",
     "AutoTPError": "autotp.errors",
     "CaptureError": "autotp.errors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +15,21 @@ from autotp.errors import AutoTPError, PlanError, message
 from autotp.examples import Call, example_call, normal_call
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
-from autotp.build import build
+from autotp.build import build, shared_planner
 from autotp.runtime.group import Group, resolve_group
+from autotp.runtime.lockstep import Lockstep
 from autotp.runtime.module import TensorParallel
 from autotp.skeleton import skeleton_of
+from autotp.verification import Report, compare, prepared
 
 
 def plan(
-    model: nn.Module, tp: int | None = None, *, example_inputs: Any = None, plan: Plan | None = None
+    model: nn.Module,
+    tp: int | None = None,
+    *,
+    example_inputs: Any = None,
+    plan: Plan | None = None,
+    logits: str = "auto",
 ) -> Plan:
     """What `parallelize` would do for `tp` ranks, and why. Reads no weight, needs no process group.
 
@@ -32,6 +40,7 @@ def plan(
     Raises PlanError for a bad tp or missing inputs, CaptureError if the model cannot be captured.
     """
     _check_model(model)
+    _check_logits(logits)
     size = plan.tp if tp is None and plan is not None else tp
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise PlanError(
@@ -44,7 +53,7 @@ def plan(
         )
     skeleton = skeleton_of(model)
     args, kwargs = _call(skeleton, example_inputs)
-    return make_plan(skeleton, args, kwargs, tp=size, layout=plan)
+    return make_plan(skeleton, args, kwargs, tp=size, layout=plan, logits=logits)
 
 
 def parallelize(
@@ -55,27 +64,94 @@ def parallelize(
     group: ProcessGroup | None = None,
     example_inputs: Any = None,
     plan: Plan | None = None,
-) -> TensorParallel:
+    devices: Sequence[str | torch.device] | None = None,
+    logits: str = "auto",
+) -> TensorParallel | Lockstep:
     """This rank's part of a model, which computes with its peers what the model computes.
 
     Call it on every rank (under torchrun). Parameters are this rank's shards, under the original
     names. `tp` is taken from `mesh`, `group` or the world if it is not given; ranks beyond `tp` form
     further groups of consecutive ranks. The model itself is not changed and can be deleted.
 
+    With `devices`, one for each rank (`["cpu"] * 8`), all ranks run in this process in lockstep, with
+    collectives in memory: no process group, no torchrun.
+
+    `logits` says what happens to results that are split along the vocabulary: "gather" returns them
+    whole, "local" as a `ShardedOutput` with this rank's part and a `gather()`, "auto" is "local" in
+    training with a loss (where the gather would cost more than the loss) and "gather" otherwise.
+
     Raises, on every rank alike: PlanError (also a ValueError) for sizes that do not fit, GroupError
     if there is no process group or the ranks disagree, CaptureError if the model cannot be captured.
     """
     _check_model(model)
+    _check_logits(logits)
+    if devices is not None:
+        return _in_process(model, tp, example_inputs, plan, devices, logits)
     ranks = resolve_group(tp, mesh, group)
     try:
         skeleton = skeleton_of(model)
         args, kwargs = _call(skeleton, example_inputs)
-        made = make_plan(skeleton, args, kwargs, tp=ranks.size, layout=plan)
+        made = make_plan(skeleton, args, kwargs, tp=ranks.size, layout=plan, logits=logits)
     except AutoTPError as error:
         _agree(ranks, f"error: {error}")
         raise
     _agree(ranks, f"{made.fingerprint} of {made.model}, torch {torch.__version__}")
-    return build(model, skeleton, made, ranks, (args, kwargs))
+    return build(model, skeleton, made, ranks, (args, kwargs), logits=logits)
+
+
+def verify(
+    model: nn.Module,
+    tp: int,
+    *,
+    example_inputs: Any = None,
+    backward: bool = True,
+    dtype: torch.dtype | None = None,
+    limit: float | None = None,
+) -> Report:
+    """Whether the parallel model computes what the model computes: outputs and every gradient.
+
+    Runs the model and all its ranks in this process, on CPU, on a copy whose constant parameters are
+    refilled (zero biases hide faults), with dropout off. Errors are relative to each tensor's largest
+    value; `limit` is 1e-5 in float32 unless given. `dtype` converts the copy first.
+    Returns a report that prints as a table; `report.ok`, `report.raise_if_failed()`.
+    """
+    _check_model(model)
+    twin, notes = prepared(model, dtype)
+    args, kwargs = _call(twin, example_inputs)
+    lockstep = _in_process(twin, tp, (args, kwargs), None, ["cpu"] * tp, "gather")
+    kind = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
+    bound = limit or (1e-5 if kind.itemsize >= 4 else 0.05)
+    return compare(twin, lockstep, args, kwargs, backward=backward, limit=bound, notes=notes)
+
+
+def _in_process(
+    model: nn.Module,
+    tp: int | None,
+    example_inputs: Any,
+    given: Plan | None,
+    devices: Sequence[str | torch.device],
+    logits: str,
+) -> Lockstep:
+    size = len(devices) if tp is None else tp
+    if size != len(devices):
+        raise PlanError(
+            message(
+                f"cannot put tp={tp} ranks on {len(devices)} devices",
+                values=f"tp={tp}, devices={[str(d) for d in devices]}",
+                because="there is one device for each rank; a device may be listed again",
+                try_=f"tp={len(devices)}, or devices=['cpu'] * {tp}",
+            )
+        )
+    made = plan(model, size, example_inputs=example_inputs, plan=given, logits=logits)
+    skeleton = skeleton_of(model)
+    call = _call(skeleton, example_inputs)
+    groups = Group.in_process(size)
+    planner = shared_planner()
+    ranks = [
+        build(model, skeleton, made, group, call, logits=logits, planner=planner)
+        for group in groups
+    ]
+    return Lockstep([rank.to(device) for rank, device in zip(ranks, devices, strict=True)])
 
 
 def _call(skeleton: nn.Module, example_inputs: Any) -> Call:
@@ -114,5 +190,17 @@ def _check_model(model: nn.Module) -> None:
                 values=kind,
                 because="data parallelism goes around tensor parallelism",
                 try_="parallelize(model) first, then wrap the result",
+            )
+        )
+
+
+def _check_logits(logits: str) -> None:
+    if logits not in ("auto", "gather", "local"):
+        raise PlanError(
+            message(
+                f"logits={logits!r} is not known",
+                values=f"logits={logits!r}",
+                because="it says what happens to results that are split along the vocabulary",
+                try_="'auto', 'gather' or 'local'",
             )
         )

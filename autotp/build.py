@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -10,40 +11,56 @@ from torch import nn
 from autotp.examples import Call
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
-from autotp.program import Signature
 from autotp.runtime.block import Block
 from autotp.runtime.group import Group
 from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.weights import shard
 
+Planner: TypeAlias = Callable[[TensorParallel, tuple[Any, ...], dict[str, Any]], Plan]
+
 
 def build(
-    model: nn.Module, skeleton: nn.Module, plan: Plan, group: Group, call: Call
+    model: nn.Module,
+    skeleton: nn.Module,
+    plan: Plan,
+    group: Group,
+    call: Call,
+    *,
+    logits: str = "auto",
+    planner: Planner | None = None,
 ) -> TensorParallel:
     """The module of one rank, with copies of its shards of the model's tensors."""
-    root = TensorParallel(skeleton, plan, group.rank, group, _capture_further)
+    further = planner or plan_further
+
+    def capture(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+        return attach(root, further(root, args, kwargs))
+
+    root = TensorParallel(skeleton, plan, group, capture, logits)
     _grow(root, skeleton, group, plan)
     _fill(root, model, plan, group.rank)
-    number = attach(root, plan)
-    signature = plan.stages[0][1].signature
-    root.register(*call, Capture(number, signature, skeleton.training, 0.0, plan))
+    root.register(*call, attach(root, plan))
     return root
 
 
-def attach(root: TensorParallel, plan: Plan) -> int:
-    """Compile the plan's graphs for this rank onto the modules; returns the root graph's number."""
+def attach(root: TensorParallel, plan: Plan) -> Capture:
+    """Compile the plan's graphs for this rank onto the modules."""
     blocks = {name: m for name, m in root.named_modules() if isinstance(m, Block)}
-    emitted = emit_rank(plan, root.rank, {name: len(m.codes) for name, m in blocks.items()})
+    homes = {id(m): name for name, m in blocks.items()}
+    every = root.named_modules(remove_duplicate=False)
+    same = {name: homes[id(m)] for name, m in every if id(m) in homes}
+    counts = {name: len(m.codes) for name, m in blocks.items()}
+    emitted = emit_rank(plan, root.rank, counts, same)
     for path, graphs in emitted.graphs.items():
         for graph in graphs:
             blocks[path].codes.append(root.compiler(graph, path))
     _fill_constants(root, plan)
-    return len(root.codes) - 1
+    program = plan.program()
+    number = len(root.codes) - 1
+    return Capture(number, program.signature, program.training, 0.0, plan, program.outputs)
 
 
-def _capture_further(
-    root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, Signature, Plan]:
+def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan of another call form, under which every parameter lies as it does already."""
     skeleton = root.skeleton
     skeleton.train(root.training)
     mine = dict(root.named_parameters()) | dict(root.named_buffers())
@@ -51,9 +68,22 @@ def _capture_further(
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             if name in mine and tensor.dtype != mine[name].dtype:
                 tensor.data = tensor.data.to(mine[name].dtype)
-    plan = make_plan(skeleton, args, kwargs, tp=root.tp_size, layout=root.plan)
-    number = attach(root, plan)
-    return number, plan.stages[0][1].signature, plan
+    return make_plan(
+        skeleton, args, kwargs, tp=root.tp_size, layout=root.plan, logits=root.logits
+    )
+
+
+def shared_planner() -> Planner:
+    """Plans once for all ranks of one process, which ask for the same call forms in turn."""
+    plans: dict[int, Plan] = {}
+
+    def planner(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        number = len(root.captures)
+        if number not in plans:
+            plans[number] = plan_further(root, args, kwargs)
+        return plans[number]
+
+    return planner
 
 
 def _grow(root: TensorParallel, skeleton: nn.Module, group: Group, plan: Plan) -> None:

@@ -27,6 +27,7 @@ def make_plan(
     *,
     tp: int,
     layout: Plan | None = None,
+    logits: str = "auto",
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie."""
     program = capture(skeleton, args, kwargs)
@@ -35,7 +36,7 @@ def make_plan(
     plan = choose(
         program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout
     )
-    sharded, counts = insert(program, inferred, plan)
+    sharded, counts = insert(program, inferred, plan, logits=logits)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 
 
@@ -53,9 +54,11 @@ def rank_graph(plan: Plan, rank: int) -> GraphModule:
     return graph_module(rank_program(plan, rank, shapes=True), plan, rank)
 
 
-def emit_rank(plan: Plan, rank: int, first: Mapping[str, int]) -> Emitted:
+def emit_rank(
+    plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str, str]
+) -> Emitted:
     """The rank's program as one graph for each module call."""
-    return emit(rank_program(plan, rank), first=first)
+    return emit(rank_program(plan, rank), first=first, same=same)
 
 
 __all__ = ["emit_rank", "make_plan", "rank_graph", "rank_program"]

@@ -10,7 +10,10 @@ The four meet only in f (I to R), g (P to I), and the gather and scatter of bord
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from torch.fx import Node
 
 from autotp.axes import Shares, is_sharded
 
@@ -23,3 +26,13 @@ def text(dims: Any, shares: Shares) -> str:
         if is_sharded(dim, shares):
             return f"S({index}: {dim})"
     return "I"
+
+
+def locate(node: Node) -> str:
+    """`modeling.py:213`: the innermost line outside of torch that led to the node's operator."""
+    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
+    if not lines:
+        return ""
+    own = [line for line in lines if "/torch/nn/" not in line.replace(os.sep, "/")]
+    file, line = (own or lines)[-1].split(", ")[:2]
+    return f"{file.split('/')[-1].strip(chr(34))}:{line.removeprefix('line ')}"

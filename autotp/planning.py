@@ -69,11 +69,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives of one call: all-reduces, and gathers of values that leave the module."""
+    """Collectives of one call: all-reduces of activations, gathers of values that leave the module,
+    and all-reduces of a loss on split logits (a few numbers for each token)."""
 
     forward: int = 0
     backward: int = 0
     gathers: int = 0
+    loss: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ def _text(plan: Plan) -> list[str]:
     else:
         lines.append("  nothing is split")
     gathers = f", {counts.gathers} gathers of outputs" if counts.gathers else ""
+    gathers = (f", {counts.loss} small ones of the loss" if counts.loss else "") + gathers
     lines.append(
         f"all-reduces per call: {counts.forward} forward (g), {counts.backward} backward (f){gathers}"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph
+
+from autotp.runtime.outputs import LocalOutput
 
 
 @dataclass(frozen=True)
@@ -66,4 +68,5 @@ class Program:
     aliases: Mapping[str, str]
     signature: Signature
     training: bool
+    outputs: Mapping[int, LocalOutput] = field(default_factory=dict)  # results that stay split
     provenance: tuple[str, ...] = ()

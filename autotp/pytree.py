@@ -36,3 +36,21 @@ def map(function: Callable[[Any], Any], tree: Any) -> Any:
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The tree with each tensor replaced."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def leaves_under(spec: Any, wanted: Callable[[type], bool]) -> set[int]:
+    """Indices of the leaves that lie in a container whose class is wanted."""
+    found: set[int] = set()
+
+    def walk(spec: Any, start: int, inside: bool) -> int:
+        if spec.is_leaf():
+            if inside:
+                found.add(start)
+            return start + 1
+        inside = inside or (isinstance(spec.type, type) and wanted(spec.type))
+        for child in spec.children():
+            start = walk(child, start, inside)
+        return start
+
+    walk(spec, 0, False)
+    return found

@@ -11,6 +11,7 @@ of the module. Requires a `skeleton` (see `autotp.skeleton`), which is not chang
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import sys
 import time
@@ -22,9 +23,11 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 
-from autotp import pytree
+from autotp import pytree, sizes
 from autotp.errors import CaptureError, message
+from autotp.huggingface import register_caches
 from autotp.program import Guards, Program, Signature, TensorSpec
 from autotp.runtime.regions import (
     SIDE_EFFECTS,
@@ -56,6 +59,7 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Raises CaptureError with the module and source line that refused.
     """
+    register_caches()
     args, kwargs = pytree.map_tensors(_blank, (args, dict(kwargs)))
     begun = time.perf_counter()
     exported = _export(skeleton, args, kwargs)
@@ -70,13 +74,28 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         _guards(exported),
     )
     note = f"captured by torch.export in {seconds:.1f} s: {len(graph.nodes)} nodes"
-    return Program(graph, tensors, aliases, signature, skeleton.training, (note,))
+    return Program(graph, tensors, aliases, signature, skeleton.training, provenance=(note,))
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     # a new tensor each time: export takes two arguments that are one object for one input
     blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
     return blank.requires_grad_(tensor.requires_grad)
+
+
+class _KeepConstants(TorchFunctionMode):
+    """Values of tensors that the model makes from Python numbers survive capture on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.new_tensor:
+            like, *args = args
+            kwargs = {"dtype": like.dtype, "device": like.device, **kwargs}
+            func = torch.tensor
+        if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
+            if torch.device(kwargs.get("device") or _META) == _META:
+                return func(*args, **{**kwargs, "device": "cpu"}).to(_META)
+        return func(*args, **kwargs)
 
 
 class _Call(nn.Module):
@@ -99,7 +118,8 @@ def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     shapes = {"args": pytree.map(dynamic, args), "kwargs": pytree.map(dynamic, kwargs)}
     try:
-        return export(_Call(skeleton), (args, kwargs), dynamic_shapes=shapes, strict=False)
+        with _META, _KeepConstants():  # what is made without a device is on the module's
+            return export(_Call(skeleton), (args, kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise CaptureError(
             message(
@@ -150,8 +170,8 @@ def _tensors(
             names[given.arg.name] = aliases.get(name, name)
         elif given.kind is InputKind.CONSTANT_TENSOR and given.target:
             value = exported.constants[given.target]
-            name = given.target.removeprefix("model.")
             assert isinstance(value, torch.Tensor)
+            name = _constant_name(given.target.removeprefix("model."), value)
             specs[name] = TensorSpec(tuple(value.shape), value.dtype, "constant", value=value)
             names[given.arg.name] = name
         elif given.kind is not InputKind.USER_INPUT:
@@ -167,6 +187,21 @@ def _tensors(
                 )
             )
     return specs, names, aliases
+
+
+def _constant_name(name: str, value: torch.Tensor) -> str:
+    """A name that another capture gives to the same value only."""
+    if value.is_meta:
+        raise CaptureError(
+            message(
+                f"the value of the tensor {name} is lost",
+                values=f"{name}, {str(value.dtype).removeprefix('torch.')}{[*value.shape]}",
+                because="the model makes it while it runs, in a way that capture cannot follow",
+                try_="register_buffer(name, value, persistent=False) in __init__",
+            )
+        )
+    data = repr((value.dtype, value.shape, value.tolist())).encode()
+    return f"{name}_{hashlib.sha256(data).hexdigest()[:8]}"
 
 
 def _guards(exported: ExportedProgram) -> Guards:
@@ -191,7 +226,8 @@ def _guards(exported: ExportedProgram) -> Guards:
 
 
 def _entry(size: int | torch.SymInt) -> int | str:
-    return size if isinstance(size, int) else str(size)
+    found = sizes.size_of(size)
+    return str(size) if found[1] else found[0]
 
 
 class _Rebuild:
@@ -242,6 +278,8 @@ class _Rebuild:
 
     def _copy(self, node: Node, module: nn.Module) -> None:
         if node.target in _CHECKS or node.op == "get_attr":
+            return
+        if node in self._new:  # a result of a nested graph that was written out
             return
         if node.target in _CONVERSIONS and _changes_nothing(node):
             self._new[node] = self._map(node.args[0], node)
@@ -300,7 +338,13 @@ def _origin(node: Node) -> dict[str, Any]:
         path = path.removeprefix("model").removeprefix(".")
         again = key.rpartition("@")[2] if "@" in key else ""
         calls.append((path + (f"@{again}" if again else ""), getattr(kind, "__name__", kind)))
-    return {"calls": tuple(calls[2:]), "stack_trace": node.meta.get("stack_trace")}
+    return {"calls": tuple(calls[2:]), "stack_trace": _own(node.meta.get("stack_trace"))}
+
+
+def _own(trace: str | None) -> str | None:
+    """A stack trace without the frame of the wrapper that is exported here."""
+    frames = (trace or "").strip().split("\n", 2)
+    return frames[2] if len(frames) == 3 and __file__ in frames[0] else trace
 
 
 def _changes_nothing(node: Node) -> bool:

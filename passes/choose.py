@@ -17,6 +17,7 @@ from typing import Any
 from torch.fx import Node
 
 from autotp.axes import Axis, Dim, Shares, balanced, is_mixed, leaves, overlap, ranges, substitute
+from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
 from autotp.unify import Bar
@@ -41,11 +42,19 @@ def choose(
     lies as it does there.
     """
     values = _values_by_axis(inferred)
+    split_rows = {
+        axis.name
+        for use, dim in zip(inferred.uses, inferred.use_dims, strict=True)
+        if use.kind in ("lookup", "classes") and not isinstance(dim, Axis)
+        for axis in leaves(dim)
+    }
     weight = {pair.axis: _bytes(program, values[pair.axis]) for pair in pairs}
     shares: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
     for pair in sorted(pairs, key=lambda pair: -weight[pair.axis]):
         reason = _refusal(pair, tp, shares, values)
+        if pair.axis in split_rows:
+            reason = "rows are looked up by position, and it is only a part of the position"
         if reason:
             refused[pair.axis] = reason
         elif tp > 1:
@@ -157,7 +166,7 @@ def _names(taken: list[GemmPair]) -> dict[str, str]:
     names = {}
     for pair in taken:
         prefix = _PREFIX[pair.kind]
-        names[pair.axis] = prefix if prefix == "vocab" else f"{prefix}{counts[prefix]}"
+        names[pair.axis] = f"{prefix}{counts[prefix]}"
         counts[prefix] += 1
     return names
 
@@ -210,7 +219,7 @@ def _kept(
         if any(axis in shares for axis in axes):
             continue
         reason, where = _why(axes, inferred.bars, refused, paired)
-        source = _source(by_name[where]) if where else ""
+        source = locate(by_name[where]) if where else ""
         result.append(Kept(name, reason, where, source))
     return tuple(result)
 
@@ -226,12 +235,3 @@ def _why(
         if axis in bars:
             return bars[axis].reason, bars[axis].node
     return "none of its dims is made by one GEMM and contracted by another", ""
-
-
-def _source(node: Node) -> str:
-    """`modeling.py:213` of the innermost line that called the node's operator."""
-    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
-    if not lines:
-        return ""
-    file, line = lines[-1].split(", ")[:2]
-    return f"{file.split('/')[-1].strip(chr(34))}:{line.removeprefix('line ')}"

@@ -21,6 +21,7 @@ from typing import Any
 from torch.fx import Graph, Node, map_arg
 
 from autotp.program import Program
+from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
     copy_to_region,
     gather_from_region,
@@ -36,6 +37,8 @@ _WITH_GROUP = {
     next_seed,
     reduce_from_region,
     scatter_to_region,
+    vocabulary.cross_entropy,
+    vocabulary.embedding,
 }
 
 
@@ -46,22 +49,29 @@ class Emitted:
     graphs: Mapping[str, tuple[Graph, ...]]
 
 
-def emit(program: Program, *, first: Mapping[str, int] | None = None) -> Emitted:
+def emit(
+    program: Program,
+    *,
+    first: Mapping[str, int] | None = None,
+    same: Mapping[str, str] | None = None,
+) -> Emitted:
     """Cut a program into module calls.
 
     `first` gives the number of graphs that each module has from earlier captures: a call passes the
-    number of the graph that it wants.
+    number of the graph that it wants. `same` gives the first path of a module that has several.
     """
-    builder = _Builder(program, first or {})
+    builder = _Builder(program, first or {}, same or {})
     nodes = [n for n in program.graph.nodes if n.op not in ("get_attr", "output")]
     builder.block("", nodes, 0)
     return Emitted({path: tuple(graphs) for path, graphs in builder.graphs.items()})
 
 
 class _Builder:
-    def __init__(self, program: Program, first: Mapping[str, int]) -> None:
+    def __init__(
+        self, program: Program, first: Mapping[str, int], same: Mapping[str, str]
+    ) -> None:
         self.graphs: dict[str, list[Graph]] = {}
-        self._first = first
+        self._first, self._same = first, same
         self._program = program
         self._names: dict[str, list[str]] = {name: [name] for name in program.tensors}
         for alias, name in program.aliases.items():
@@ -118,9 +128,10 @@ class _Builder:
             found = tuple(env[node] for node in outputs)
             graph.output(found[0] if len(found) == 1 else found)
         _placeholders_first(graph)
-        graphs = self.graphs.setdefault(path, [])
+        home = self._same.get(path, path)
+        graphs = self.graphs.setdefault(home, [])
         graphs.append(graph)
-        return self._first.get(path, 0) + len(graphs) - 1, inputs, outputs
+        return self._first.get(home, 0) + len(graphs) - 1, inputs, outputs
 
     def _outside(self, part: list[Node], key: str | None, depth: int, path: str) -> Any:
         if key is None or _below(_path(key), path) is None:

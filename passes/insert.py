@@ -25,17 +25,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autotp.axes import Dim, Shares, is_sharded, ranges, substitute
+from autotp import pytree
+from autotp.axes import Ranges, Shares, is_sharded, leaves, ranges, substitute
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
 from autotp.rules import creation, pointwise, rule_for, view
+from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
     copy_to_region,
     gather_from_region,
     reduce_from_region,
     scatter_to_region,
 )
+from autotp.runtime.outputs import LocalOutput, is_cache
 from autotp.runtime.random import draw, next_seed
 from autotp.runtime.regions import enter_grad_mode, leave_grad_mode
 from passes.infer import Inferred
@@ -44,22 +47,36 @@ _LINEAR_VIEWS = (view.regroup, view.permute, view.adjoint, view.expand)
 aten = torch.ops.aten
 
 
-def insert(program: Program, inferred: Inferred, plan: Plan) -> tuple[Program, Collectives]:
-    """Insert the collectives that a plan needs; also says how many a call issues."""
-    rewriter = _Insert(program, inferred, plan)
+def insert(
+    program: Program, inferred: Inferred, plan: Plan, *, logits: str = "auto"
+) -> tuple[Program, Collectives]:
+    """Insert the collectives that a plan needs; also says how many a call issues.
+
+    Results split along the vocabulary are gathered ("gather"), stay split ("local"), or stay split in
+    training with a loss ("auto"). Caches stay split.
+    """
+    rewriter = _Insert(program, inferred, plan, logits)
     note = (
         f"inserted {rewriter.forward} g, {rewriter.copies} f, {rewriter.gathers} gathers "
         f"for tp={plan.tp}"
     )
-    counts = Collectives(rewriter.forward, rewriter.backward, rewriter.gathers)
-    result = replace(program, graph=rewriter.graph, provenance=(*program.provenance, note))
+    counts = Collectives(
+        rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss
+    )
+    result = replace(
+        program,
+        graph=rewriter.graph,
+        outputs=rewriter.outputs,
+        provenance=(*program.provenance, note),
+    )
     return result, counts
 
 
 class _Insert:
-    def __init__(self, program: Program, inferred: Inferred, plan: Plan) -> None:
+    def __init__(self, program: Program, inferred: Inferred, plan: Plan, logits: str) -> None:
         self.graph = Graph()
-        self.forward = self.backward = self.copies = self.gathers = 0
+        self.outputs: dict[int, LocalOutput] = {}
+        self.forward = self.backward = self.copies = self.gathers = self.loss = 0
         self._tensors, self._plan, self._shares = program.tensors, plan, plan.shares
         self._dims = {node: _renamed(value, plan) for node, value in inferred.dims.items()}
         self._may, self._does = _needs_grad(program, any_parameter=True), _needs_grad(program)
@@ -68,6 +85,17 @@ class _Insert:
             for use, dim in zip(inferred.uses, inferred.use_dims, strict=True)
             if use.kind == "contract" and is_sharded(substitute(dim, plan.names), self._shares)
         }
+        self._special = {
+            use.node: use.kind
+            for use, dim in zip(inferred.uses, inferred.use_dims, strict=True)
+            if use.kind in ("lookup", "classes")
+            and is_sharded(substitute(dim, plan.names), self._shares)
+        }
+        has_loss = any(kind == "classes" for kind in self._special.values())
+        self._keep_logits = logits == "local" or (
+            logits == "auto" and has_loss and program.training
+        )
+        self._caches = pytree.leaves_under(program.signature.out_spec, is_cache)
         nodes = list(program.graph.nodes)
         self._inside = {node for node in nodes if self._is_inside(node)}
         self._entries, self._copied = self._where_f_goes(nodes)
@@ -123,7 +151,9 @@ class _Insert:
                     made.meta["placement"] = text((), self._shares)
                     self._new[node] = self._scatter(node, made)
             case "output":
-                leaves = [self._leave(leaf) for leaf in node.args[0]]  # type: ignore[union-attr]
+                given = node.args[0]
+                assert isinstance(given, (list, tuple))
+                leaves = [self._leave(leaf, index) for index, leaf in enumerate(given)]
                 self.graph.output(tuple(leaves))
             case _:
                 self._call(node)
@@ -140,6 +170,9 @@ class _Insert:
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), operand)
         if node in self._contracts:
             self._row_parallel(node, args, kwargs)
+            return
+        if node in self._special:
+            self._vocabulary(node, args, kwargs)
             return
         if _is_random(node):
             if self._seed is None:
@@ -163,7 +196,7 @@ class _Insert:
             return self.graph.call_function(function)
 
     def _finish(self, node: Node, made: Node) -> None:
-        made.meta = {**node.meta, "dims": self._dims[node]}
+        made.meta = {**node.meta, "dims": self._dims[node], "source": node.name}
         made.meta["placement"] = text(self._dims[node], self._shares)
         self._new[node] = made
 
@@ -191,23 +224,53 @@ class _Insert:
                 bias, args = (*args, None)[2], args[:2]
         product = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
         product.meta = {**node.meta, "dims": self._dims[node], "placement": "P"}
-        result = self.graph.call_function(reduce_from_region, (product,))
-        result.name = f"g_{node.name}"
-        result.meta = {**product.meta, "placement": "I"}
-        self.forward += 1
-        if bias is not None:
+        result = self._reduce(product)
+        if bias is None:
+            result.meta["source"] = node.name
+        else:
             total = self.graph.call_function(aten.add.Tensor, (result, bias))
-            total.meta = dict(result.meta)
+            total.meta = {**result.meta, "source": node.name}
             result = total
         self._new[node] = result
+
+    def _vocabulary(self, node: Node, args: Any, kwargs: Any) -> None:
+        """A lookup in a split table leaves a partial sum; a loss of split logits is whole."""
+        lookup = self._special[node] == "lookup"
+        axis = self._dims[node.args[0]][0 if lookup else min(len(self._dims[node.args[0]]) - 1, 1)]
+        rows = tuple(ranges(axis, self._shares, rank)[0] for rank in range(self._plan.tp))
+        function = vocabulary.embedding if lookup else vocabulary.cross_entropy
+        rest = args[2:3] if lookup else args[2:]
+        made = self.graph.create_node(
+            "call_function", function, (*args[:2], rows, *rest), kwargs, name=node.name
+        )
+        self._finish(node, made)
+        if lookup:
+            made.meta["placement"] = "P"
+            self._new[node] = self._reduce(made)
+        else:
+            self.loss += 2
+
+    def _reduce(self, product: Node) -> Node:
+        result = self.graph.call_function(reduce_from_region, (product,))
+        result.name = f"g_{product.name}"
+        result.meta = {**product.meta, "placement": "I"}
+        self.forward += 1
+        return result
 
     def _scatter(self, node: Node, whole: Node) -> Node:
         return self._move(scatter_to_region, node, whole)
 
-    def _leave(self, leaf: Any) -> Any:
+    def _leave(self, leaf: Any, index: int) -> Any:
+        """A split result is gathered, or its place noted if it stays split."""
         if not isinstance(leaf, Node):
             return leaf
         if not _sharded(self._dims[leaf], self._shares):
+            return self._new[leaf]
+        at, pieces = self._where(leaf)
+        names = {axis.name for axis in leaves(self._dims[leaf][at])}
+        words = any(a.kind == "vocabulary" and a.name in names for a in self._plan.axes)
+        if index in self._caches or (words and self._keep_logits):
+            self.outputs[index] = LocalOutput(at, pieces, index in self._caches)
             return self._new[leaf]
         self.gathers += 1
         made = self._move(gather_from_region, leaf, self._new[leaf])
@@ -215,10 +278,14 @@ class _Insert:
         made.meta["calls"] = ()
         return made
 
-    def _move(self, function: Any, node: Node, value: Node) -> Node:
+    def _where(self, node: Node) -> tuple[int, tuple[Ranges, ...]]:
         dims = self._dims[node]
         at = next(i for i, dim in enumerate(dims) if is_sharded(dim, self._shares))
-        pieces = tuple(ranges(dims[at], self._shares, rank) for rank in range(self._plan.tp))
+        return at, tuple(ranges(dims[at], self._shares, rank) for rank in range(self._plan.tp))
+
+    def _move(self, function: Any, node: Node, value: Node) -> Node:
+        dims = self._dims[node]
+        at, pieces = self._where(node)
         made = self.graph.call_function(function, (value, at, pieces))
         made.meta = {**node.meta, "dims": dims, "placement": text(dims, self._shares)}
         return made

@@ -5,12 +5,14 @@ after   GemmPair(kind="attention", columns=("qkv.weight",), rows=("out.weight",)
 
 A pair is a fact about an axis, not a pattern of nodes: some products with a parameter produce the
 axis (column-parallel), others contract it (row-parallel; Shoeybi et al. 2019, section 3). What lies
-between does not matter, as long as no operator barred the axis.
+between does not matter, as long as no operator barred the axis. The vocabulary is the third pair: the
+head produces it, and the embedding table is looked up along it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -28,7 +30,7 @@ class GemmPair:
 
     axis: str
     units: int
-    kind: str  # attention, mlp, or value (the head size of values alone)
+    kind: str  # attention, mlp, vocabulary, or value (the head size of values alone)
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     bar: Bar | None
@@ -40,6 +42,7 @@ def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
     columns: dict[str, dict[str, None]] = defaultdict(dict)
     rows: dict[str, dict[str, None]] = defaultdict(dict)
     roles: dict[str, set[str]] = defaultdict(set)
+    tables: dict[str, dict[str, None]] = defaultdict(dict)
     units: dict[str, int] = {}
     for use, dim in zip(inferred.uses, inferred.use_dims, strict=True):
         weight = gemms.get(use.node) if use.kind in ("gemm", "contract") else None
@@ -51,18 +54,33 @@ def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
                     columns[axis.name][weight] = None
                 elif use.kind == "contract" and weight:
                     rows[axis.name][weight] = None
-    return tuple(
-        GemmPair(
-            axis,
-            units[axis],
-            _kind(roles[axis]),
-            tuple(columns[axis]),
-            tuple(rows[axis]),
-            inferred.bars.get(axis),
-        )
-        for axis in units
-        if columns[axis] and rows[axis]
-    )
+                elif use.kind == "lookup" and (table := _parameter(program, use.operand)):
+                    tables[axis.name][table] = None
+    vocabulary = _vocabulary(units, columns, rows, tables)
+    pairs = []
+    for axis, count in units.items():
+        kind = "vocabulary" if axis in vocabulary else _kind(roles[axis])
+        readers = tables[axis] if axis in vocabulary else rows[axis]
+        if axis in vocabulary or (columns[axis] and rows[axis]):
+            bar = inferred.bars.get(axis)
+            pairs.append(GemmPair(axis, count, kind, tuple(columns[axis]), tuple(readers), bar))
+    return tuple(pairs)
+
+
+def _vocabulary(
+    units: Mapping[str, int],
+    columns: Mapping[str, Mapping[str, None]],
+    rows: Mapping[str, Mapping[str, None]],
+    tables: Mapping[str, Mapping[str, None]],
+) -> set[str]:
+    """Axes that a table is looked up along and an output head produces: one axis where the two are
+    tied, else two of the same size. A table that no head matches (positions) is not among them."""
+    looked_up = {axis for axis in units if tables[axis] and not rows[axis]}
+    produced = {axis for axis in units if columns[axis] and not rows[axis]}
+    sizes = {units[axis] for axis in looked_up} & {units[axis] for axis in produced}
+    tied = {axis for axis in looked_up & produced}
+    done = {units[axis] for axis in tied}
+    return tied | {a for a in looked_up | produced if units[a] in sizes - done}
 
 
 def _role(program: Program, use: Use, weight: str | None) -> str:

@@ -13,6 +13,8 @@ def embedding(ctx: Context, node: Node) -> Dims:
     weight, index = node.args[0], node.args[1]
     assert isinstance(weight, Node)
     rows, *features = ctx.dims(weight)
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        ctx.bar([rows], "its gradient depends on how often each row is looked up, or is sparse")
     ctx.use("lookup", node, rows, weight)
     return (*ctx.dims(index), *features)
 

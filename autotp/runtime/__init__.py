@@ -1,0 +1,1 @@
+"""All that a transformed model needs when it runs: the group, f and g, random streams, shards."""

@@ -1,3 +1,145 @@
+"""Group: the ranks that share one model, and what they say to each other.
+
+Collectives are out of place and take tensors of any strides. A group of one rank issues none.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.errors import GroupError, message
+from autotp.runtime.agreement import agree
+from autotp.runtime.launch import process_group
+from autotp.runtime.random import mix
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
 class Group:
-    rank: int; size: int
-def resolve_group(*a): raise NotImplementedError
+    """The ranks of a process group; without one, a rank that works alone.
+
+    All ranks make it at the same time and agree on `base_seed`, which rank 0 draws from torch's
+    default generator: `torch.manual_seed` before decides all random numbers of the model.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.process_group = process_group
+        self.seeds: dict[int, int] = {}  # of earlier calls, see random.next_seed
+        self._calls = self._agreements = 0
+        # Every rank draws, so that generators which were in step stay in step.
+        drawn = (int(torch.randint(2**62, (), device="cpu")), secrets.token_hex(8))
+        self.base_seed, self._name = self.broadcast_object(drawn)
+
+    @classmethod
+    def in_process(cls, size: int) -> list[Group]:
+        """All ranks of one process, for runs in lockstep: same seeds, and no collectives."""
+        ranks = [cls() for _ in range(size)]
+        for rank, group in enumerate(ranks):
+            group.rank, group.size, group.base_seed = rank, size, ranks[0].base_seed
+        return ranks
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The sum or maximum ("max") over the ranks, in new memory. Not differentiable; g is."""
+        if self.size == 1:
+            return x
+        # A copy: x may be expanded or transposed, or saved for someone's backward.
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, op=_REDUCTIONS[op], group=self._peers)
+        return out
+
+    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Every rank's tensor; `shapes` are those of each rank. Not differentiable.
+
+        Backends gather equal parts only, so all are padded to the largest. The results are views
+        of one buffer.
+        """
+        assert tuple(x.shape) == tuple(shapes[self.rank]), f"{tuple(x.shape)} in {shapes}"
+        if self.size == 1:
+            return [x]
+        counts = [prod(shape) for shape in shapes]
+        width = max(counts)
+        mine = x.detach().reshape(-1)
+        if mine.numel() < width:
+            mine = torch.cat([mine, mine.new_zeros(width - mine.numel())])
+        buffer = mine.new_empty(self.size * width)
+        if width:
+            dist.all_gather_into_tensor(buffer, mine.contiguous(), group=self._peers)
+        rows = buffer.view(self.size, width)
+        return [rows[r, :n].view(tuple(shapes[r])) for r, n in enumerate(counts)]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """The object of the group's rank `src` (not of the world's)."""
+        if self.size == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, group=self._peers, group_src=src)
+        return box[0]
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object."""
+        if self.size == 1:
+            return [obj]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, obj, group=self._peers)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self._peers)
+
+    def next_seed(self) -> int:
+        """The next of a stream of 63-bit seeds: the same on every rank, without talking."""
+        self._calls += 1
+        return mix(self.base_seed, self._calls)
+
+    def agree(self, what: str, value: str, timeout: float = 30.0) -> None:
+        """Raise the same GroupError on every rank if not all give this value in `timeout` seconds.
+
+        It issues no collective (see agreement.py), so the group stays usable after an error.
+        """
+        if self.size == 1:
+            return
+        self._agreements += 1
+        agree(self._peers, f"autotp/{self._name}/{self._agreements}", what, value, timeout)
+
+    @property
+    def _peers(self) -> ProcessGroup:
+        # None would mean the whole world to torch.
+        assert self.process_group is not None, "ranks of one process run in lockstep instead"
+        return self.process_group
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a copied module talks to the same peers
+
+    def __reduce__(self) -> NoReturn:
+        raise GroupError(
+            message(
+                "a tensor-parallel group cannot be pickled",
+                values=repr(self),
+                because="it is a connection between running processes",
+                try_="save state_dict() instead of the module",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, size={self.size})"
+
+
+def resolve_group(tp: int | None, mesh: DeviceMesh | None, group: ProcessGroup | None) -> Group:
+    """The group that a user means by `tp`, `mesh` or `group`; see `launch.process_group`."""
+    return Group(process_group(tp, mesh, group))

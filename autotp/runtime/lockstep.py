@@ -18,6 +18,7 @@ from torch.fx import Graph, map_arg
 from autotp import pytree
 from autotp.axes import Ranges
 from autotp.errors import AutoTPError, message
+from autotp.runtime import vocabulary
 from autotp.runtime.block import Block
 from autotp.runtime.collectives import (
     copy_to_region,
@@ -67,7 +68,12 @@ class Lockstep(nn.Module):
         assert len(numbers) == 1, "ranks capture in the same order"
         entered = zip(*(_enter(leaf, self.devices) for leaf in found[0][1]), strict=True)
         given = list(entered) or [()] * len(blocks)
-        results = self._run(blocks, numbers.pop(), given)
+        results = [list(values) for values in self._run(blocks, numbers.pop(), given)]
+        for index, where in found[0][0].outputs.items():
+            parts = [values[index] for values in results]
+            whole = parts if len(parts) == 1 else _Gather.apply(where.dim, where.ranges, *parts)
+            for values, value in zip(results, whole, strict=True):
+                values[index] = value
         return results, found[0][0].signature.out_spec
 
     @property
@@ -111,10 +117,7 @@ def _call(target: Any, operands: Sequence[Any]) -> list[Any]:
     joint = _JOINT.get(target)
     if joint is None:
         return [target(*args, **kwargs) for args, kwargs in operands]
-    xs = [args[0] for args, _ in operands]
-    if len(xs) == 1:
-        return xs
-    return list(joint(xs, *operands[0][0][1:]))
+    return list(joint([args for args, _ in operands]))
 
 
 def _attribute(block: nn.Module, path: str) -> Any:
@@ -227,9 +230,14 @@ def _leave(values: Sequence[Any]) -> Any:
     return _Leave.apply(*values)
 
 
+def _first(calls: Sequence[Any]) -> list[Tensor]:
+    return [args[0] for args in calls]
+
+
 _JOINT: dict[Any, Callable[..., Any]] = {
-    copy_to_region: lambda xs: _Copy.apply(*xs),
-    reduce_from_region: lambda xs: _Reduce.apply(*xs),
-    gather_from_region: lambda xs, dim, ranges: _Gather.apply(dim, ranges, *xs),
-    scatter_to_region: lambda xs, dim, ranges: _Scatter.apply(dim, ranges, *xs),
+    copy_to_region: lambda calls: _Copy.apply(*_first(calls)),
+    reduce_from_region: lambda calls: _Reduce.apply(*_first(calls)),
+    gather_from_region: lambda calls: _Gather.apply(*calls[0][1:], *_first(calls)),
+    scatter_to_region: lambda calls: _Scatter.apply(*calls[0][1:], *_first(calls)),
+    vocabulary.cross_entropy: vocabulary.cross_entropy_of_all,
 }

@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from autotp.planning import Plan
 from autotp.program import Guards, Signature
 from autotp.runtime.block import Block, Compiler
 from autotp.runtime.group import Group
+from autotp.runtime.outputs import LocalOutput, ShardedOutput
 
 log = logging.getLogger("autotp")
 
@@ -32,16 +33,18 @@ class Capture:
     training: bool
     seconds: float
     plan: Plan
+    outputs: Mapping[int, LocalOutput]
 
     def __str__(self) -> str:
         mode = "training" if self.training else "evaluation"
-        return f"{mode}, {', '.join(self.signature.inputs)}: {self.seconds:.1f} s"
+        names = (name.removeprefix("kwargs_") for name in self.signature.inputs)
+        return f"{mode}, {', '.join(names)}: {self.seconds:.1f} s"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         return self
 
 
-Builder = Callable[["TensorParallel", tuple[Any, ...], dict[str, Any]], "tuple[int, Signature, Plan]"]
+Builder = Callable[["TensorParallel", tuple[Any, ...], dict[str, Any]], Capture]
 
 
 class TensorParallel(Block):
@@ -52,12 +55,13 @@ class TensorParallel(Block):
     """
 
     def __init__(
-        self, skeleton: nn.Module, plan: Plan, rank: int, group: Group | None, builder: Builder
+        self, skeleton: nn.Module, plan: Plan, group: Group, builder: Builder, logits: str
     ) -> None:
         super().__init__(type(skeleton).__name__)
         self.plan = plan
-        self.rank = rank
+        self.rank = group.rank
         self.group = group
+        self.logits = logits
         self.compiler = Compiler()
         self.training = skeleton.training
         self._skeleton = (skeleton,)  # in a tuple: it is no submodule
@@ -84,8 +88,12 @@ class TensorParallel(Block):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The original's forward."""
         capture, leaves = self.capture_for(args, kwargs)
-        results = self.codes[capture.number].function(self, *leaves)
-        return pytree.unflatten(list(results), capture.signature.out_spec)
+        results = list(self.codes[capture.number].function(self, *leaves))
+        for index, where in capture.outputs.items():
+            if not where.cache:
+                assert self.group is not None
+                results[index] = ShardedOutput(results[index], where, self.group)
+        return pytree.unflatten(results, capture.signature.out_spec)
 
     def capture_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Capture, list[Any]]:
         """The capture that serves a call (made now if there is none), and the call's leaves."""
@@ -95,9 +103,8 @@ class TensorParallel(Block):
             if _holds(capture.signature.guards, leaves, given, named):
                 return capture, leaves
         begun = time.perf_counter()
-        number, signature, plan = self._builder(self, given, named)
-        seconds = time.perf_counter() - begun
-        capture = Capture(number, signature, self.training, seconds, plan)
+        capture = self._builder(self, given, named)
+        capture = replace(capture, seconds=time.perf_counter() - begun)
         log.info("captured a further call form: %s", capture)
         return self.register(given, named, capture), leaves
 

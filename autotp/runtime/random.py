@@ -1,2 +1,104 @@
-def draw(op, stream, seed, index, *args, group, **kwargs): return op(*args, **kwargs)
-def next_seed(group): return group.next_seed()
+"""Random operators of a transformed model draw from streams that the ranks agree on.
+
+before  %dropout : dropout(%x, 0.1, True)
+after   %seed : next_seed(group)
+        %dropout : draw(dropout, "sharded", %seed, 1, %x, 0.1, True, group)
+
+Outside sharded regions a value is the same on all ranks, so its mask is too (stream "replicated");
+inside, each rank holds another part and needs another mask (stream "sharded"). A draw depends on
+the seed of the call and on its own number alone, not on what was drawn before. So a part of the
+model that is run again (activation checkpointing) draws the same again, and the caller's generators
+are left as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # group.py imports mix
+    from autotp.runtime.group import Group
+
+_WORD = 0xFFFFFFFFFFFFFFFF
+_REMEMBERED = 4096  # seeds of calls whose backward may still come
+
+
+def mix(*values: int) -> int:
+    """A hash of integers in 63 bits, each of them random-like (splitmix64, chained)."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state >> 1
+
+
+def next_seed(group: Group) -> int:
+    """The seed of one call of the model: the same on every rank, another for every call.
+
+    If activation checkpointing runs the whole call again, its seed comes again. Such a run is known
+    by two signs: it happens inside a backward, and the caller's generator has been set back to
+    where it stood in the first run, so that a ticket drawn from it comes again too.
+    """
+    ticket = int(torch.randint(2**62, (), device="cpu"))
+    replayed = torch._C._current_graph_task_id() != -1  # -1 outside of a backward
+    if replayed and ticket in group.seeds:
+        return group.seeds[ticket]
+    seed = group.next_seed()
+    group.seeds[ticket] = seed
+    while len(group.seeds) > _REMEMBERED:
+        del group.seeds[next(iter(group.seeds))]  # the oldest
+    return seed
+
+
+def draw(
+    op: Callable[..., Any],
+    stream: str,
+    seed: int,
+    index: int,
+    *args: Any,
+    group: Group,
+    **kwargs: Any,
+) -> Any:
+    """Run a random operator with the generator seeded for this one draw.
+
+    `index` is the operator's number in the graph. `stream` is "replicated" (the same on all ranks)
+    or "sharded" (another on each rank).
+    """
+    assert stream in ("replicated", "sharded"), f"not a random stream: {stream!r}"
+    own = (group.rank + 1,) if stream == "sharded" else ()
+    with _seeded(_device(args, kwargs), mix(seed, index, *own)):
+        return op(*args, **kwargs)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    generator = _default_generator(device)
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where an operator draws: at its first tensor; if it has none, where it makes one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device(kwargs.get("device") or "cpu")
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type in ("cpu", "meta"):  # nothing is drawn on meta
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    index = module.current_device() if device.index is None else device.index
+    generator = module.default_generators[index]
+    assert isinstance(generator, torch.Generator)
+    return generator
