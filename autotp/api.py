@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.errors import AutoTPError, PlanError, message
+from autotp.errors import AutoTPError, GroupError, PlanError, message
 from autotp.examples import Call, example_call, normal_call
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
@@ -96,6 +96,7 @@ def parallelize(
         _agree(ranks, f"error: {error}")
         raise
     _agree(ranks, f"{made.fingerprint} of {made.model}, torch {torch.__version__}")
+    _same_weights(model, ranks)
     return build(model, skeleton, made, ranks, (args, kwargs), logits=logits)
 
 
@@ -160,6 +161,29 @@ def _call(skeleton: nn.Module, example_inputs: Any) -> Call:
 
 def _agree(ranks: Group, value: str) -> None:
     ranks.agree("the plan", value)
+
+
+def _same_weights(model: nn.Module, ranks: Group) -> None:
+    """Ranks that initialised their models with different seeds would train on a patchwork."""
+    if ranks.size == 1:
+        return
+    sums = {
+        name: repr(float(tensor.detach().sum(dtype=torch.float64)))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not tensor.is_meta and tensor.numel() and not tensor.is_complex()
+    }
+    every = ranks.all_gather_object(sums)
+    for name in sums:
+        found = [other.get(name, "none") for other in every]
+        if len(set(found)) > 1:
+            raise GroupError(
+                message(
+                    "the ranks have different weights",
+                    values=f"{name}: sums {', '.join(found[:8])} on ranks 0 to {len(found) - 1}",
+                    because="each rank takes its shards from its own copy of the model",
+                    try_="torch.manual_seed(0) before the model is made, or load one checkpoint",
+                )
+            )
 
 
 def _check_model(model: nn.Module) -> None:

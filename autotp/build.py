@@ -68,9 +68,7 @@ def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, 
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             if name in mine and tensor.dtype != mine[name].dtype:
                 tensor.data = tensor.data.to(mine[name].dtype)
-    return make_plan(
-        skeleton, args, kwargs, tp=root.tp_size, layout=root.plan, logits=root.logits
-    )
+    return make_plan(skeleton, args, kwargs, tp=root.tp_size, layout=root.plan, logits=root.logits)
 
 
 def shared_planner() -> Planner:

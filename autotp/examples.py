@@ -24,7 +24,11 @@ def example_call(model: nn.Module, example_inputs: Any) -> Call:
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         given = tuple(example_inputs)
-        if len(given) == 2 and isinstance(given[0], (tuple, list)) and isinstance(given[1], Mapping):
+        if (
+            len(given) == 2
+            and isinstance(given[0], (tuple, list))
+            and isinstance(given[1], Mapping)
+        ):
             return tuple(given[0]), dict(given[1])
         return given, {}
     raise PlanError(
@@ -64,7 +68,9 @@ def _predicts_tokens(model: nn.Module) -> bool:
     return head is not None
 
 
-def normal_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def normal_call(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Call:
     """A call in one form: by keyword where possible, in order, arguments at their default left out.
 
     Raises TypeError as the function itself does for arguments that it does not take.

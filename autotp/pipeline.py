@@ -33,9 +33,7 @@ def make_plan(
     program = capture(skeleton, args, kwargs)
     inferred = infer(program)
     pairs = match(program, inferred)
-    plan = choose(
-        program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout
-    )
+    plan = choose(program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout)
     sharded, counts = insert(program, inferred, plan, logits=logits)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 
@@ -54,9 +52,7 @@ def rank_graph(plan: Plan, rank: int) -> GraphModule:
     return graph_module(rank_program(plan, rank, shapes=True), plan, rank)
 
 
-def emit_rank(
-    plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str, str]
-) -> Emitted:
+def emit_rank(plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str, str]) -> Emitted:
     """The rank's program as one graph for each module call."""
     return emit(rank_program(plan, rank), first=first, same=same)
 

@@ -195,7 +195,12 @@ class Plan:
             "tp": self.tp,
             "axes": [vars(axis) for axis in self.axes],
             "tensors": [
-                {"name": t.name, "kind": t.kind, "dtype": t.dtype, "dims": [ax.to_json(d) for d in t.dims]}
+                {
+                    "name": t.name,
+                    "kind": t.kind,
+                    "dtype": t.dtype,
+                    "dims": [ax.to_json(d) for d in t.dims],
+                }
                 for t in self.tensors
             ],
             "kept": [vars(kept) for kept in self.kept],
@@ -255,7 +260,9 @@ def _text(plan: Plan) -> list[str]:
         axis, count = group[0], len(group)
         name = axis.name if count == 1 else f"{axis.name}..{group[-1].name}"
         widths = _runs(axis.widths)
-        columns = ", ".join(_common([a.columns[i] for a in group]) for i in range(len(axis.columns)))
+        columns = ", ".join(
+            _common([a.columns[i] for a in group]) for i in range(len(axis.columns))
+        )
         rows_ = ", ".join(_common([a.rows[i] for a in group]) for i in range(len(axis.rows)))
         rows.append((name, str(axis.units), widths, axis.kind, columns, rows_))
     counts = plan.collectives

@@ -32,7 +32,9 @@ def graph_module(program: Program, plan: Plan, rank: int) -> GraphModule:
 class _Readable(GraphModule):
     """A GraphModule whose `print_readable` shows placements unless told otherwise."""
 
-    def print_readable(self, *args: Any, additional_meta: Any = ("placement",), **kwargs: Any) -> str:
+    def print_readable(
+        self, *args: Any, additional_meta: Any = ("placement",), **kwargs: Any
+    ) -> str:
         return super().print_readable(*args, additional_meta=list(additional_meta), **kwargs)
 
 

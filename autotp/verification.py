@@ -62,11 +62,15 @@ class Report:
         width = max((len(row.name) for row in shown), default=0)
         lines = [
             f"verify {self.plan.model} at tp={self.plan.tp}: "
-            + (f"OK, {len(self.rows)} tensors equal" if self.ok else f"{len(wrong)} tensors differ"),
+            + (
+                f"OK, {len(self.rows)} tensors equal" if self.ok else f"{len(wrong)} tensors differ"
+            ),
             *(f"  {note}" for note in self.notes),
             f"  {'worst' if self.ok else 'wrong'} relative errors (limit {self.limit:g}):",
         ]
-        lines += [f"    {row.name.ljust(width)}  {row.what:<9} {row.error:.2e}" for row in shown[:20]]
+        lines += [
+            f"    {row.name.ljust(width)}  {row.what:<9} {row.error:.2e}" for row in shown[:20]
+        ]
         if len(shown) > 20:
             lines.append(f"    and {len(shown) - 20} more")
         if self.first_wrong:
@@ -146,7 +150,10 @@ def _gradients(model: nn.Module, lockstep: Lockstep, limit: float) -> list[Row]:
         if parameter.grad is None:
             continue
         grads = [rank[name].grad for rank in ranks]
-        grads = [torch.zeros_like(rank[name]) if g is None else g for g, rank in zip(grads, ranks, strict=True)]
+        grads = [
+            torch.zeros_like(rank[name]) if g is None else g
+            for g, rank in zip(grads, ranks, strict=True)
+        ]
         if plan.is_sharded(name):
             ranges = [plan.ranges(name, rank) for rank in range(plan.tp)]
             grads = [unshard([g for g in grads if g is not None], ranges)]
@@ -176,7 +183,11 @@ def _error(want: Tensor, found: Tensor, floor: float = 1e-6) -> float:
 
 
 def first_wrong(
-    model: nn.Module, lockstep: Lockstep, args: tuple[Any, ...], kwargs: dict[str, Any], limit: float
+    model: nn.Module,
+    lockstep: Lockstep,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    limit: float,
 ) -> str | None:
     """The first value of the parallel run that differs from the captured original's."""
     capture, leaves = lockstep.ranks[0].capture_for(args, kwargs)  # type: ignore[operator]
@@ -236,7 +247,11 @@ def _assembled(node: Node, values: list[Any], plan: Plan) -> list[Any]:
     if placement == "P":
         return []
     for at, dim in enumerate(dims):
-        if placement.startswith("S") and ax.is_sharded(dim, plan.shares) and ax.size(dim) is not None:
+        if (
+            placement.startswith("S")
+            and ax.is_sharded(dim, plan.shares)
+            and ax.size(dim) is not None
+        ):
             held = [ax.ranges(dim, plan.shares, rank) for rank in range(plan.tp)]
             full = [
                 [((0, v.shape[i]),) if i != at else held[r] for i in range(v.dim())]
@@ -244,5 +259,3 @@ def _assembled(node: Node, values: list[Any], plan: Plan) -> list[Any]:
             ]
             return [unshard(values, full)]
     return [] if placement.startswith("S") else values
-
-

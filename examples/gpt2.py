@@ -29,6 +29,7 @@ def build(name: str | None) -> GPT2LMHeadModel:
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     if name:
         return GPT2LMHeadModel.from_pretrained(name, **off)
+    torch.manual_seed(0)  # the same weights on every rank
     model = GPT2LMHeadModel(GPT2Config(**off))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -49,7 +50,9 @@ def worst(pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGro
     return float(total)
 
 
-def slices(model: torch.nn.Module, tp: torch.nn.Module, what: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def slices(
+    model: torch.nn.Module, tp: torch.nn.Module, what: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's tensors beside the same part of the unsharded model's."""
     whole = dict(model.named_parameters())
     pairs = []

@@ -92,7 +92,11 @@ class _KeepConstants(TorchFunctionMode):
             like, *args = args
             kwargs = {"dtype": like.dtype, "device": like.device, **kwargs}
             func = torch.tensor
-        if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and args
+            and not isinstance(args[0], torch.Tensor)
+        ):
             if torch.device(kwargs.get("device") or _META) == _META:
                 return func(*args, **{**kwargs, "device": "cpu"}).to(_META)
         return func(*args, **kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 from torch.fx import Node
 
 from autotp.axes import Axis, Dim, Shares, balanced, is_mixed, leaves, overlap, ranges, substitute
+from autotp.errors import PlanError, message
 from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
@@ -65,12 +66,17 @@ def choose(
     taken = [pair for pair in pairs if pair.axis in shares]
     names = _names(taken)
     axes = tuple(
-        ShardedAxis(names[pair.axis], pair.kind, pair.units, shares[pair.axis], pair.columns, pair.rows)
+        ShardedAxis(
+            names[pair.axis], pair.kind, pair.units, shares[pair.axis], pair.columns, pair.rows
+        )
         for pair in taken
     )
     tensors = _tensors(program, inferred, names)
     kept = _kept(program, inferred, pairs, shares, refused) if tp > 1 else ()
-    return Plan(model, tp, axes, tensors, kept, names=names)
+    plan = Plan(model, tp, axes, tensors, kept, names=names)
+    if layout is not None:
+        _demand(plan, layout, {str(n.target) for n in program.graph.nodes if n.op == "get_attr"})
+    return plan
 
 
 def _refusal(
@@ -139,6 +145,24 @@ def _drop_unlike(
             changed = True
 
 
+def _demand(plan: Plan, layout: Plan, used: set[str]) -> None:
+    """Refuse a call that reads a tensor in another way than it lies: its shards cannot be used."""
+    for name in sorted(used & set(layout.by_name)):
+        if all(plan.ranges(name, r) == layout.ranges(name, r) for r in range(layout.tp)):
+            continue
+        why = next((kept for kept in plan.kept if kept.name == name), None)
+        where = f" ({why.node}, {why.source})" if why and why.source else ""
+        raise PlanError(
+            message(
+                "the shards that the ranks hold cannot serve this call",
+                values=f"{name}, {list(layout.by_name[name].shape)} over tp={layout.tp}",
+                because=(why.reason if why else "it is split in another way here") + where,
+                try_="parallelize(model, example_inputs=...) with a call of this form: the first "
+                "call decides how parameters lie",
+            )
+        )
+
+
 def _values_by_axis(inferred: Inferred) -> dict[str, list[tuple[Node, tuple[Dim, ...]]]]:
     found: dict[str, list[tuple[Node, tuple[Dim, ...]]]] = defaultdict(list)
     for node, value in inferred.dims.items():
@@ -185,9 +209,7 @@ def _tensors(
                 for dim, whole in zip(found, dims, strict=True)
             )
             dims = tuple(_plain(dim, set(names.values())) for dim in dims)
-        result.append(
-            TensorShard(name, spec.kind, str(spec.dtype).removeprefix("torch."), dims)
-        )
+        result.append(TensorShard(name, spec.kind, str(spec.dtype).removeprefix("torch."), dims))
     return tuple(result)
 
 

@@ -67,9 +67,7 @@ def emit(
 
 
 class _Builder:
-    def __init__(
-        self, program: Program, first: Mapping[str, int], same: Mapping[str, str]
-    ) -> None:
+    def __init__(self, program: Program, first: Mapping[str, int], same: Mapping[str, str]) -> None:
         self.graphs: dict[str, list[Graph]] = {}
         self._first, self._same = first, same
         self._program = program
@@ -78,7 +76,9 @@ class _Builder:
             self._names[name].append(alias)
         self._output = next(iter(reversed(program.graph.nodes)))
 
-    def block(self, path: str, nodes: Sequence[Node], depth: int) -> tuple[int, list[Node], list[Node]]:
+    def block(
+        self, path: str, nodes: Sequence[Node], depth: int
+    ) -> tuple[int, list[Node], list[Node]]:
         """Make the graph of one module call; returns its number, inputs and outputs."""
         inside = set(nodes)
         if depth == 0:
@@ -150,7 +150,9 @@ class _Builder:
     def _copy(self, graph: Graph, node: Node, value: Any) -> Node:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
         if node.target in _WITH_GROUP:
-            group = next((n for n in graph.nodes if n.op == "get_attr" and n.target == "group"), None)
+            group = next(
+                (n for n in graph.nodes if n.op == "get_attr" and n.target == "group"), None
+            )
             if group is None:
                 group = graph.create_node("get_attr", "group")
             kwargs = {**kwargs, "group": group}

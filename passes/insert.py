@@ -60,9 +60,7 @@ def insert(
         f"inserted {rewriter.forward} g, {rewriter.copies} f, {rewriter.gathers} gathers "
         f"for tp={plan.tp}"
     )
-    counts = Collectives(
-        rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss
-    )
+    counts = Collectives(rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss)
     result = replace(
         program,
         graph=rewriter.graph,
@@ -349,7 +347,8 @@ def _needs_grad(program: Program, any_parameter: bool = False) -> dict[Node, boo
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         floating = any(
-            isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+            isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
+            for v in values
         )
         if node.op == "get_attr":
             spec = program.tensors[str(node.target)]

@@ -177,11 +177,11 @@ class RelativeBias(Attention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(4, HEADS)
+        self.table = nn.Embedding(6, HEADS)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = torch.arange(q.shape[2], device=q.device)
-        buckets = (places[:, None] - places[None, :]).abs().clamp(max=3)
+        buckets = (places[:, None] - places[None, :]).abs().clamp(max=5)
         return attend(q, k, v, self.table(buckets).permute(2, 0, 1)[None])
 
 

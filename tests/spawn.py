@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE = 10.0  # seconds for the peers of a rank that has failed
+GRACE = 5.0  # seconds for the peers of a rank that has failed
 
 
 class SpawnError(AssertionError):
@@ -93,16 +93,15 @@ def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[b
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
     """Wait for all; returns what went wrong, or nothing."""
     failed: list[int] = []
-    while any(process.poll() is None for process in processes):
-        if not failed:
-            failed = [rank for rank, process in enumerate(processes) if process.returncode]
-            if failed:
-                deadline = min(deadline, time.monotonic() + GRACE)
-        if time.monotonic() > deadline:
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes) and not failed:
+            failed = [rank for rank, code in enumerate(codes) if code]
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if None not in codes or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    hung = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    failed = failed or [rank for rank, process in enumerate(processes) if process.returncode]
+    hung = [rank for rank, code in enumerate(codes) if code is None]
     if failed:
         return f"failed first: {failed}; still running when killed: {hung}"
     return f"out of time: {hung}" if hung else ""
@@ -117,7 +116,7 @@ def _child(folder: Path, rank: int, world: int) -> None:
     import torch.distributed as dist
 
     file, module_name, name, start, timeout = pickle.loads((folder / "job").read_bytes())
-    faulthandler.dump_traceback_later(max(timeout - 3, 1))  # a hang shows where, before it is killed
+    faulthandler.dump_traceback_later(max(timeout - 3, 1))  # shows where it hangs
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     # A script runs under another name than __main__, or it would spawn again.

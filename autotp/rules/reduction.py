@@ -132,9 +132,7 @@ def _kept(node: Node, dims: Dims, reduced: list[int]) -> Dims:
     )
 
 
-def _resized(
-    ctx: Context, out: tuple[sizes.Size, ...], dims: Dims, reduced: list[int]
-) -> Dims:
+def _resized(ctx: Context, out: tuple[sizes.Size, ...], dims: Dims, reduced: list[int]) -> Dims:
     if len(out) != len(dims):
         return tuple(dim for i, dim in enumerate(dims) if i not in reduced)
     barred = "its items are chosen from a reduced dim"

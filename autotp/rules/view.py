@@ -71,7 +71,9 @@ def repeat_interleave(ctx: Context, node: Node) -> Dims:
         return NotImplemented
     at = position(dim, len(dims))
     copies = sizes.divide(shape(node)[at], ctx.table.size(dims[at]))
-    made = dims[at] + ctx.table.new(copies) if copies else _lost(ctx, node, dims[at], shape(node)[at])
+    made = (
+        dims[at] + ctx.table.new(copies) if copies else _lost(ctx, node, dims[at], shape(node)[at])
+    )
     return (*dims[:at], made, *dims[at + 1 :])
 
 

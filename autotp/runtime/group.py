@@ -73,9 +73,9 @@ class Group:
         if mine.numel() < width:
             mine = torch.cat([mine, mine.new_zeros(width - mine.numel())])
         buffer = mine.new_empty(self.size * width)
-        if width:
-            dist.all_gather_into_tensor(buffer, mine.contiguous(), group=self._peers)
         rows = buffer.view(self.size, width)
+        if width:
+            dist.all_gather(list(rows.unbind(0)), mine.contiguous(), group=self._peers)
         return [rows[r, :n].view(tuple(shapes[r])) for r, n in enumerate(counts)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:

@@ -95,7 +95,9 @@ class TensorParallel(Block):
                 results[index] = ShardedOutput(results[index], where, self.group)
         return pytree.unflatten(results, capture.signature.out_spec)
 
-    def capture_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Capture, list[Any]]:
+    def capture_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Capture, list[Any]]:
         """The capture that serves a call (made now if there is none), and the call's leaves."""
         given, named = normal_call(self._signature, args, kwargs)
         leaves, spec = pytree.flatten((given, named))

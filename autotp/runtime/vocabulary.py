@@ -116,11 +116,15 @@ class Task:
     def outputs(self, lse: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Per token: negative log likelihood, its sum over classes, target's weight; total weight."""
         ones = torch.ones_like(lse)
-        weights, total = (sums[-2], sums[-1]) if self.weight is not None else (ones, ones * self.classes)
+        weights, total = (
+            (sums[-2], sums[-1]) if self.weight is not None else (ones, ones * self.classes)
+        )
         smooth = lse * total - sums[1] if self.smoothing else torch.zeros_like(lse)
         return lse - sums[0], smooth, weights, total
 
-    def gradient(self, logits: Tensor, lse: Tensor, total: Tensor, nll: Tensor, smooth: Tensor) -> Tensor:
+    def gradient(
+        self, logits: Tensor, lse: Tensor, total: Tensor, nll: Tensor, smooth: Tensor
+    ) -> Tensor:
         """The gradient of the local logits from those of the two outputs."""
         grad = (_float(logits) - lse.unsqueeze(1)).exp_()
         grad *= (nll + smooth * total if self.smoothing else nll).unsqueeze(1)
