@@ -164,8 +164,15 @@ class Plan:
 
         return rank_graph(self, rank)
 
+    def regions(self) -> list[list[str]]:
+        """The values between an f and its g: every connected set of sharded or partial values."""
+        from autotp.network import regions
+
+        return regions(self.program().graph)
+
     def dump(self, directory: str | Path) -> None:
-        """Write plan.txt, plan.json, and the graph of each stage and of each rank."""
+        """Write plan.txt, plan.json, the graph of each stage and rank, and the graph as GraphML."""
+        from autotp.network import write_graphml
         from autotp.printing import program_text
 
         path = Path(directory)
@@ -178,6 +185,7 @@ class Plan:
         for rank in range(self.tp):
             text = program_text(self.graph(rank).graph)
             (path / f"rank{rank}.py").write_text(text, encoding="utf-8")
+        write_graphml(self.program().graph, path / "inserted.graphml")
 
     # ---- text
 
@@ -275,7 +283,7 @@ def _text(plan: Plan) -> list[str]:
         ]
     else:
         lines.append("  nothing is split")
-    gathers = f", {counts.gathers} gathers of outputs" if counts.gathers else ""
+    gathers = f", {counts.gathers} to gather outputs" if counts.gathers else ""
     gathers = (f", {counts.loss} small ones of the loss" if counts.loss else "") + gathers
     lines.append(
         f"all-reduces per call: {counts.forward} forward (g), {counts.backward} backward (f){gathers}"

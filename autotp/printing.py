@@ -45,7 +45,7 @@ def program_text(graph: Graph) -> str:
         if node.op == "output":
             lines.append(f"return {_operand(node.args[0])}")
             continue
-        target = _target(node.target)
+        target = target_text(node.target)
         operands = [_operand(a) for a in node.args]
         operands += [f"{key}={_operand(value)}" for key, value in node.kwargs.items()]
         body = target if node.op == "get_attr" else f"{target}({', '.join(operands)})"
@@ -61,12 +61,13 @@ def program_text(graph: Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _target(target: Any) -> str:
+def target_text(target: Any) -> str:
+    """A node's operator as text."""
     if isinstance(target, str):
         return target
     return str(target) if hasattr(target, "_schema") else str(getattr(target, "__name__", target))
 
 
 def _operand(value: Any) -> str:
-    text = _target(value) if callable(value) else str(value)
+    text = target_text(value) if callable(value) else str(value)
     return re.sub(r"\b9223372036854775807\b", "end", text)

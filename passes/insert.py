@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import pytree
-from autotp.axes import Ranges, Shares, is_sharded, leaves, ranges, substitute
+from autotp.axes import Dim, Ranges, Shares, is_sharded, leaves, ranges, substitute
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
@@ -213,6 +213,8 @@ class _Insert:
     def _row_parallel(self, node: Node, args: Any, kwargs: Any) -> None:
         """The product without its bias, g, and the bias added once."""
         target, bias = node.target, None
+        kwargs = dict(kwargs)
+        alpha, beta = kwargs.pop("alpha", 1), kwargs.pop("beta", 1)
         match node.target:
             case aten.addmm.default:
                 target, bias, args = aten.mm.default, args[0], args[1:]
@@ -222,11 +224,16 @@ class _Insert:
                 bias, args = (*args, None)[2], args[:2]
         product = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
         product.meta = {**node.meta, "dims": self._dims[node], "placement": "P"}
+        if alpha != 1:
+            scaled = self.graph.call_function(aten.mul.Tensor, (product, alpha))
+            scaled.meta = dict(product.meta)
+            product = scaled
         result = self._reduce(product)
         if bias is None:
             result.meta["source"] = node.name
         else:
-            total = self.graph.call_function(aten.add.Tensor, (result, bias))
+            factor = {} if beta == 1 else {"alpha": beta}
+            total = self.graph.call_function(aten.add.Tensor, (result, bias), factor)
             total.meta = {**result.meta, "source": node.name}
             result = total
         self._new[node] = result
@@ -292,7 +299,13 @@ class _Insert:
 def _renamed(value: Any, plan: Plan) -> Any:
     if isinstance(value, list):
         return [_renamed(item, plan) for item in value]
-    return None if value is None else tuple(substitute(dim, plan.names) for dim in value)
+    return None if value is None else tuple(_readable(dim, plan) for dim in value)
+
+
+def _readable(dim: Dim, plan: Plan) -> Dim:
+    """Sharded axes by name, other static ones by size: their numbers mean nothing to a reader."""
+    others = {a.name: str(a.size) for a in leaves(dim) if a.size is not None}
+    return substitute(dim, {**others, **plan.names})
 
 
 def _sharded(value: Any, shares: Shares) -> bool:

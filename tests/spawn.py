@@ -15,6 +15,7 @@ import faulthandler
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def run(
 
     With `start=False` the function finds the environment of torchrun but no process group.
     """
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     assert "AUTOTP_SPAWNED" not in os.environ, "a spawned rank must not spawn ranks"
     # The port is never free between its choice and its use: the store itself picks it.
@@ -52,7 +53,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="autotp-spawn-") as name:
         folder = Path(name)
         file = function.__code__.co_filename
-        job = (os.path.abspath(file), function.__module__, function.__name__, start, timeout)
+        job = (os.path.abspath(file), function.__module__, function.__name__, start)
         (folder / "job").write_bytes(pickle.dumps(job))
         (folder / "args").write_bytes(pickle.dumps(args))
         processes = [_start(folder, rank, world, store.port) for rank in range(world)]
@@ -102,6 +103,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
             break
         time.sleep(0.02)
     hung = [rank for rank, code in enumerate(codes) if code is None]
+    for rank in hung:
+        processes[rank].send_signal(signal.SIGUSR1)
+    time.sleep(0.5 if hung else 0)
     if failed:
         return f"failed first: {failed}; still running when killed: {hung}"
     return f"out of time: {hung}" if hung else ""
@@ -115,8 +119,8 @@ def _child(folder: Path, rank: int, world: int) -> None:
     import torch
     import torch.distributed as dist
 
-    file, module_name, name, start, timeout = pickle.loads((folder / "job").read_bytes())
-    faulthandler.dump_traceback_later(max(timeout - 3, 1))  # shows where it hangs
+    file, module_name, name, start = pickle.loads((folder / "job").read_bytes())
+    faulthandler.register(signal.SIGUSR1)  # shows where it hangs
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     # A script runs under another name than __main__, or it would spawn again.

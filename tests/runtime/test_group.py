@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.errors import AutoTPError, GroupError, PlanError
 from autotp.runtime.group import Group, resolve_group
@@ -150,9 +151,9 @@ def collectives(group: Group, seen: dict[str, Any]) -> None:
 
 
 def given(rank: int, seen: dict[str, Any]) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    unnamed = dist.init_device_mesh("cpu", (2, 2))
-    line = dist.init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    unnamed = init_device_mesh("cpu", (2, 2))
+    line = init_device_mesh("cpu", (4,))
     across = mesh["dp"]
     first = dist.new_group([0, 1])
     found = {
