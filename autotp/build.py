@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from autotp import pytree
 from autotp.examples import Call
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
 from autotp.runtime.block import Block
 from autotp.runtime.group import Group
+from autotp.program import Program, Signature
+from autotp.runtime.outputs import is_cache
 from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.weights import shard
 
@@ -55,8 +59,24 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
             blocks[path].codes.append(root.compiler(graph, path))
     _fill_constants(root, plan)
     program = plan.program()
+    signature = _local_signature(program, root.rank)
+    caches = sorted(pytree.leaves_under(signature.out_spec, is_cache))
+    if caches:
+        root.cache_layout = tuple(program.outputs.get(index) for index in caches)
     number = len(root.codes) - 1
-    return Capture(number, program.signature, program.training, 0.0, plan, program.outputs)
+    return Capture(number, signature, program.training, 0.0, plan, program.outputs)
+
+
+def _local_signature(program: Program, rank: int) -> Signature:
+    """The signature with the sizes that inputs have on this rank: caches come split."""
+    signature = program.signature
+    sizes = list(signature.guards.sizes)
+    for name, where in program.inputs.items():
+        index = signature.inputs.index(name)
+        dims = list(sizes[index] or ())
+        dims[where.dim] = sum(stop - start for start, stop in where.ranges[rank])
+        sizes[index] = tuple(dims)
+    return replace(signature, guards=replace(signature.guards, sizes=tuple(sizes)))
 
 
 def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -68,6 +88,7 @@ def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, 
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             if name in mine and tensor.dtype != mine[name].dtype:
                 tensor.data = tensor.data.to(mine[name].dtype)
+    args, kwargs = root.whole_caches(args, kwargs)
     return make_plan(skeleton, args, kwargs, tp=root.tp_size, layout=root.plan, logits=root.logits)
 
 

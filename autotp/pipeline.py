@@ -10,6 +10,11 @@ from torch.fx import GraphModule
 
 from autotp.planning import Plan
 from autotp.program import Program
+from autotp.shadow import require_own_passes
+
+require_own_passes()  # before the imports below fail without saying why
+
+# ruff: noqa: E402
 from passes.capture import capture
 from passes.check import check
 from passes.choose import choose
@@ -40,9 +45,9 @@ def make_plan(
 
 def rank_program(plan: Plan, rank: int, *, shapes: bool = False) -> Program:
     """The rank's program, proved."""
-    program = localize(plan.program(), plan, rank=rank, shapes=shapes)
+    program = localize(plan.program(), plan, rank=rank)
     check(program, plan, rank=rank)
-    return program
+    return localize(plan.program(), plan, rank=rank, shapes=True) if shapes else program
 
 
 def rank_graph(plan: Plan, rank: int) -> GraphModule:

@@ -69,4 +69,5 @@ class Program:
     signature: Signature
     training: bool
     outputs: Mapping[int, LocalOutput] = field(default_factory=dict)  # results that stay split
+    inputs: Mapping[str, LocalOutput] = field(default_factory=dict)  # inputs that come split
     provenance: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram, export
+from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
@@ -115,12 +115,10 @@ class _Call(nn.Module):
 
 
 def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    def dynamic(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return None
-        return {i: Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
-
-    shapes = {"args": pytree.map(dynamic, args), "kwargs": pytree.map(dynamic, kwargs)}
+    shapes = ShapesCollection()
+    for leaf in pytree.flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor):
+            shapes[leaf] = {i: Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
     try:
         with _META, _KeepConstants():  # what is made without a device is on the module's
             return export(_Call(skeleton), (args, kwargs), dynamic_shapes=shapes, strict=False)

@@ -90,12 +90,12 @@ def _refusal(
         return f"it has {pair.units} units, fewer than tp={tp}"
     tried = {**shares, pair.axis: ()}
     for _, dims in values[pair.axis]:
-        if sum(overlap_count(dim, tried) for dim in dims) > 1:
+        if sum(_overlap_count(dim, tried) for dim in dims) > 1:
             return "the tensor is split by another axis already"
     return None
 
 
-def overlap_count(dim: Dim, shares: Shares) -> int:
+def _overlap_count(dim: Dim, shares: Shares) -> int:
     """How many chosen axes split the dim at one position, at most."""
     return 2 if overlap(dim, shares) else int(any(a.name in shares for a in leaves(dim)))
 

@@ -65,6 +65,7 @@ def insert(
         program,
         graph=rewriter.graph,
         outputs=rewriter.outputs,
+        inputs=rewriter.inputs,
         provenance=(*program.provenance, note),
     )
     return result, counts
@@ -74,6 +75,7 @@ class _Insert:
     def __init__(self, program: Program, inferred: Inferred, plan: Plan, logits: str) -> None:
         self.graph = Graph()
         self.outputs: dict[int, LocalOutput] = {}
+        self.inputs: dict[str, LocalOutput] = {}
         self.forward = self.backward = self.copies = self.gathers = self.loss = 0
         self._tensors, self._plan, self._shares = program.tensors, plan, plan.shares
         self._dims = {node: _renamed(value, plan) for node, value in inferred.dims.items()}
@@ -94,6 +96,8 @@ class _Insert:
             logits == "auto" and has_loss and program.training
         )
         self._caches = pytree.leaves_under(program.signature.out_spec, is_cache)
+        given = pytree.leaves_under(program.signature.in_spec, is_cache)
+        self._given_caches = {program.signature.inputs[index] for index in given}
         nodes = list(program.graph.nodes)
         self._inside = {node for node in nodes if self._is_inside(node)}
         self._entries, self._copied = self._where_f_goes(nodes)
@@ -146,6 +150,9 @@ class _Insert:
                 made = self.graph.create_node(node.op, node.target, node.args, name=node.name)
                 self._finish(node, made)
                 if node.op == "placeholder" and _sharded(self._dims[node], self._shares):
+                    if node.name in self._given_caches:
+                        self.inputs[node.name] = LocalOutput(*self._where(node), True)
+                        return
                     made.meta["placement"] = text((), self._shares)
                     self._new[node] = self._scatter(node, made)
             case "output":

@@ -66,7 +66,7 @@ def _rewrite(graph: Graph, old: Node, node: Node, shares: Shares, rank: int) -> 
     elif rule is view.slice_:
         _slice(node, old.args[0].meta["dims"], shares, rank)  # type: ignore[union-attr]
     elif rule in (view.repeat, view.repeat_interleave):
-        _repeat(node, old.args[0].meta["dims"], dims, shares, rank)  # type: ignore[union-attr]
+        _repeat(graph, node, old.args[0].meta["dims"], dims, shares, rank)  # type: ignore[union-attr]
 
 
 def _shape(graph: Graph, old: Node, node: Node, dims: Any, shares: Shares, rank: int) -> None:
@@ -96,11 +96,21 @@ def _sizes(graph: Graph, node: Node, given: Any, dims: Any, shares: Shares, rank
             continue
         pair = ratio(dim, shares, rank)
         assert pair is not None and isinstance(size, Node), f"{node}: no local size of {dim}"
-        with graph.inserting_before(node):
-            scaled = graph.call_function(operator.mul, (size, pair[0]))
-            result.append(graph.call_function(operator.floordiv, (scaled, pair[1])))
-        for made in (scaled, result[-1]):
-            made.meta = {key: node.meta.get(key) for key in ("calls", "stack_trace")}
+        result.append(_scaled(graph, node, size, *pair))
+    return result
+
+
+def _scaled(graph: Graph, node: Node, size: Any, times: int, over: int) -> Any:
+    """A size times a fraction; nodes that compute it go before `node`."""
+    if times == over:
+        return size
+    if isinstance(size, int):
+        return size * times // over
+    with graph.inserting_before(node):
+        scaled = graph.call_function(operator.mul, (size, times))
+        result = graph.call_function(operator.floordiv, (scaled, over))
+    for made in (scaled, result):
+        made.meta = {key: node.meta.get(key) for key in ("calls", "stack_trace")}
     return result
 
 
@@ -119,6 +129,9 @@ def _slice(node: Node, before: Any, shares: Shares, rank: int) -> None:
         return
     step = argument(node, 4, "step", 1)
     start, stop = argument(node, 2, "start", 0) or 0, argument(node, 3, "end", None)
+    if node.target is aten.narrow.default:
+        node.target, stop = aten.slice.Tensor, start + node.args[3]
+        stop = stop or None  # the last items, counted from the end
     if step != 1:  # a step picks out of a minor axis, which is whole on every rank
         node.args = (node.args[0], at, start, sys.maxsize, step)
         return
@@ -139,7 +152,9 @@ def _held_before(held: tuple[tuple[int, int], ...], place: int) -> int:
     return sum(max(0, min(stop, place) - start) for start, stop in held)
 
 
-def _repeat(node: Node, before: Any, after: Any, shares: Shares, rank: int) -> None:
+def _repeat(
+    graph: Graph, node: Node, before: Any, after: Any, shares: Shares, rank: int
+) -> None:
     before = ((),) * (len(after) - len(before)) + tuple(before)
 
     def copies(index: int, given: Any) -> Any:
@@ -150,12 +165,13 @@ def _repeat(node: Node, before: Any, after: Any, shares: Shares, rank: int) -> N
         if many is None or one is None:
             inner = ratio(before[index], shares, rank)
             assert pair and inner
-            return given * pair[0] * inner[1] // (pair[1] * inner[0])
+            return _scaled(graph, node, given, pair[0] * inner[1], pair[1] * inner[0])
         return many // one
 
     if rule_for(node) is view.repeat:
         given = node.args[1]
-        node.update_arg(1, [copies(i, size) for i, size in enumerate(given)])  # type: ignore[arg-type]
+        made = [copies(i, size) for i, size in enumerate(given)]  # type: ignore[arg-type]
+        node.update_arg(1, made)
     else:
         at = position(argument(node, 2, "dim"), len(after))
         node.update_arg(1, copies(at, node.args[1]))

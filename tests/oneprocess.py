@@ -16,17 +16,9 @@ from autotp.planning import Plan
 from autotp.runtime.group import Group
 from autotp.runtime.lockstep import Lockstep
 from autotp.skeleton import skeleton_of
+from tests.models import refill as refill
 
 
-def refill(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Fill every parameter with numbers that hide nothing: no zero biases, no norm weights of one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            draw = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-            scale = 0.1 if p.dim() > 1 else 0.3
-            p.copy_(draw * scale + (p.dim() == 1 and name.endswith("weight")))
-    return model
 
 
 def parallel(model: nn.Module, tp: int, example: Any) -> Lockstep:

@@ -28,6 +28,7 @@ def _table(families: dict[Rule, str]) -> dict[str, Rule]:
 RULES: dict[str, Rule] = _table(
     {
         creation.count: "arange linspace",
+        creation.size: "sym_size",
         creation.create: "empty full new_empty new_full new_ones new_zeros ones zeros scalar_tensor",
         embedding.embedding: "embedding",
         embedding.gather: "gather",

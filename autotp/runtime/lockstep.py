@@ -28,7 +28,8 @@ from autotp.runtime.collectives import (
     scatter_to_region,
     take,
 )
-from autotp.runtime.module import TensorParallel
+from autotp.runtime.module import TensorParallel, same_cache
+from autotp.runtime.outputs import LocalOutput
 
 
 class Lockstep(nn.Module):
@@ -58,15 +59,17 @@ class Lockstep(nn.Module):
         """The original's forward, on every rank."""
         results, spec = self.run(args, kwargs)
         leaves = [_leave(values) for values in zip(*results, strict=True)]
-        return pytree.unflatten(leaves, spec)
+        return same_cache(pytree.unflatten(leaves, spec), (*args, *kwargs.values()))
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The flat results of every rank, and their structure."""
         blocks = list(self.ranks)
-        found = [block.capture_for(args, kwargs) for block in blocks]  # type: ignore[operator]
+        split = [_split_caches(block, args, kwargs) for block in blocks]
+        found = [block.capture_for(*call) for block, call in zip(blocks, split, strict=True)]  # type: ignore[operator]
         numbers = {capture.number for capture, _ in found}
         assert len(numbers) == 1, "ranks capture in the same order"
-        entered = zip(*(_enter(leaf, self.devices) for leaf in found[0][1]), strict=True)
+        leaves = zip(*(leaves for _, leaves in found), strict=True)
+        entered = zip(*(_enter(leaf, self.devices) for leaf in leaves), strict=True)
         given = list(entered) or [()] * len(blocks)
         results = [list(values) for values in self._run(blocks, numbers.pop(), given)]
         for index, where in found[0][0].outputs.items():
@@ -207,12 +210,23 @@ class _Leave(Function):
         return tuple(grad.to(device) for device in ctx.devices)
 
 
-def _enter(leaf: Any, devices: Sequence[torch.device]) -> tuple[Any, ...]:
-    if isinstance(leaf, Tensor) and leaf.requires_grad:
-        return tuple(_Enter.apply(leaf, devices))
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.to(device) for device in devices)
-    return (leaf,) * len(devices)
+def _split_caches(rank: Any, args: Any, kwargs: Any) -> Any:
+    """A call with this rank's part of a whole cache."""
+
+    def part(leaf: Any, where: LocalOutput | None) -> Any:
+        return leaf if where is None else take(leaf, where.dim, where.ranges[rank.rank])
+
+    return rank.map_caches(part, tuple(args), dict(kwargs))
+
+
+def _enter(leaves: Sequence[Any], devices: Sequence[torch.device]) -> tuple[Any, ...]:
+    """One input for every rank; what was split for the ranks stays split."""
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        return tuple(leaves)
+    if first.requires_grad and all(leaf is first for leaf in leaves):
+        return tuple(_Enter.apply(first, devices))
+    return tuple(leaf.to(device) for leaf, device in zip(leaves, devices, strict=True))
 
 
 def _leave(values: Sequence[Any]) -> Any:

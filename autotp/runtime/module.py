@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +15,13 @@ import torch
 from torch import nn
 
 from autotp import pytree
-from autotp.errors import AutoTPError, message
+from autotp.errors import AutoTPError, GroupError, message
 from autotp.examples import normal_call
 from autotp.planning import Plan
 from autotp.program import Guards, Signature
 from autotp.runtime.block import Block, Compiler
 from autotp.runtime.group import Group
-from autotp.runtime.outputs import LocalOutput, ShardedOutput
+from autotp.runtime.outputs import LocalOutput, ShardedOutput, is_cache
 
 log = logging.getLogger("autotp")
 
@@ -62,12 +64,14 @@ class TensorParallel(Block):
         self.rank = group.rank
         self.group = group
         self.logits = logits
+        self.debug = os.environ.get("AUTOTP_DEBUG", "") not in ("", "0")
         self.compiler = Compiler()
         self.training = skeleton.training
         self._skeleton = (skeleton,)  # in a tuple: it is no submodule
         self._signature = inspect.signature(skeleton.forward)
         self._builder = builder
         self._captures: dict[Any, list[Capture]] = {}
+        self.cache_layout: tuple[LocalOutput | None, ...] = ()  # of the leaves of a returned cache
 
     @property
     def skeleton(self) -> nn.Module:
@@ -88,12 +92,48 @@ class TensorParallel(Block):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The original's forward."""
         capture, leaves = self.capture_for(args, kwargs)
+        if self.debug:
+            self.compare_inputs(leaves, capture.signature)
         results = list(self.codes[capture.number].function(self, *leaves))
         for index, where in capture.outputs.items():
             if not where.cache:
                 assert self.group is not None
                 results[index] = ShardedOutput(results[index], where, self.group)
-        return pytree.unflatten(results, capture.signature.out_spec)
+        output = pytree.unflatten(results, capture.signature.out_spec)
+        return same_cache(output, (*args, *kwargs.values()))
+
+    def whole_caches(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call with the leaves of caches on meta at the size they have with all heads."""
+
+        def whole(leaf: Any, where: LocalOutput | None) -> Any:
+            if where is None:
+                return leaf
+            sizes = [where.size if i == where.dim else n for i, n in enumerate(leaf.shape)]
+            return torch.empty(sizes, dtype=leaf.dtype, device="meta")
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = self.map_caches(whole, args, kwargs)
+        return found
+
+    def map_caches(
+        self, function: Callable[[Any, LocalOutput | None], Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A call with a function applied to each leaf of a cache and to its place."""
+        leaves, spec = pytree.flatten((args, kwargs))
+        places = sorted(pytree.leaves_under(spec, is_cache))
+        if not places:
+            return args, kwargs
+        if len(places) != len(self.cache_layout):
+            raise AutoTPError(
+                message(
+                    "this cache was not made by this model",
+                    values=f"{len(places)} tensors, the model returns {len(self.cache_layout)}",
+                    because="a cache holds this rank's heads only, so it comes from an earlier call",
+                    try_="start with an empty cache, and pass on what the model returned",
+                )
+            )
+        for index, where in zip(places, self.cache_layout, strict=True):
+            leaves[index] = function(leaves[index], where)
+        return pytree.unflatten(leaves, spec)
 
     def capture_for(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -109,6 +149,26 @@ class TensorParallel(Block):
         capture = replace(capture, seconds=time.perf_counter() - begun)
         log.info("captured a further call form: %s", capture)
         return self.register(given, named, capture), leaves
+
+    def compare_inputs(self, leaves: Sequence[Any], signature: Signature) -> None:
+        """Raise GroupError on every rank if the ranks were given different inputs.
+
+        Done on every call while `debug` is true (set by AUTOTP_DEBUG=1): it costs an exchange.
+        """
+        if self.group is None or self.group.size == 1:
+            return
+        every = self.group.all_gather_object([_summary(leaf) for leaf in leaves])
+        for index, name in enumerate(signature.inputs):
+            found = [summaries[index] if index < len(summaries) else "" for summaries in every]
+            if len(set(found)) > 1:
+                raise GroupError(
+                    message(
+                        f"the ranks were given different {name.removeprefix('kwargs_')}",
+                        values="; ".join(f"rank {r}: {text}" for r, text in enumerate(found[:8])),
+                        because="the ranks of a tensor-parallel group compute one batch together",
+                        try_="seed the data loader alike within a group, or broadcast the batch",
+                    )
+                )
 
     def register(self, args: Any, kwargs: Any, capture: Capture) -> Capture:
         """Have a capture serve calls of this form."""
@@ -149,6 +209,31 @@ class TensorParallel(Block):
             shared = name in ("_skeleton", "_signature", "_builder", "plan", "compiler", "group")
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         return twin
+
+
+def same_cache(output: Any, given: Sequence[Any]) -> Any:
+    """The caller's cache object holds the new keys and values, as after a call of the original."""
+    caches = [value for value in given if is_cache(type(value))]
+    if len(caches) != 1 or not isinstance(output, (dict, tuple)):
+        return output
+    items = list(output.items() if isinstance(output, dict) else enumerate(output))
+    for key, value in items:
+        if is_cache(type(value)):
+            caches[0].__dict__.update(value.__dict__)
+            if isinstance(output, dict):
+                output[key] = caches[0]
+            else:
+                output = (*output[:key], caches[0], *output[key + 1 :])
+    return output
+
+
+def _summary(leaf: Any) -> str:
+    """Shape, dtype and a checksum of an input: equal for equal inputs."""
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    data = leaf.detach().cpu().contiguous()
+    digest = hashlib.sha256(data.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return f"{[*leaf.shape]} {str(leaf.dtype).removeprefix('torch.')} {digest}"
 
 
 def _key(leaf: Any) -> Any:

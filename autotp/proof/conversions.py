@@ -1,0 +1,118 @@
+"""What turns one placement into another: f, g, scatter, gather, and the operators of a vocabulary.
+
+TABLE holds a function for each; a new conversion is a new entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from autotp.proof import shapes
+from autotp.proof.layout import Layout
+from autotp.proof.state import State
+from autotp.proof.values import Place, Refused, Value
+from autotp.runtime import vocabulary
+from autotp.runtime.collectives import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+)
+
+
+def _operand(state: State, node: Node, kind: str) -> Value:
+    source = node.args[0]
+    value = state.values.get(source) if isinstance(source, Node) else None
+    if not isinstance(value, Value) or value.kind != kind:
+        name = getattr(node.target, "__name__", node.target)
+        raise Refused(f"{name} takes a value of placement {kind}, and is given {value}")
+    return value
+
+
+def copy(state: State, node: Node) -> Value:
+    """f: I to R. A value without a gradient is as good before as behind it."""
+    value = _operand(state, node, "I")
+    return replace(value, kind="R") if value.grad else value
+
+
+def reduce(state: State, node: Node) -> Value:
+    """g: P to I."""
+    return replace(_operand(state, node, "P"), kind="I")
+
+
+def gather(state: State, node: Node) -> Value:
+    """S to I."""
+    value = _operand(state, node, "S")
+    if (value.dim, value.layout) != _where(state, node, value):
+        raise Refused("a gather takes other parts than the ranks hold")
+    shape = tuple(map(shapes.example, value.whole))
+    return replace(value, kind="I", shape=shape, dim=0, layout=None)
+
+
+def scatter(state: State, node: Node) -> Value:
+    """I to S."""
+    value = _operand(state, node, "I")
+    return state.split(value, Place(*_where(state, node, value)))
+
+
+def _where(state: State, node: Node, value: Value) -> tuple[int, Layout]:
+    dim, held = node.args[1:3]
+    assert isinstance(dim, int)
+    return dim, state.layout(held, value, dim)
+
+
+def lookup(state: State, node: Node) -> Value:
+    """A look-up in a table with split rows: P."""
+    weight, index = (_given(state, node, i) for i in (0, 1))
+    assert weight is not None and index is not None
+    if weight.split_at(0) != _rows(state, node, weight, 0):
+        raise Refused("a look-up in a split table names other rows than the ranks hold")
+    if index.kind != "I":
+        raise Refused("the index of a look-up is the same on all ranks")
+    found = state.new(node.meta["val"], weight.grad)
+    assert isinstance(found, Value)
+    return replace(found, kind="P")
+
+
+def loss(state: State, node: Node) -> Value:
+    """Cross entropy of logits with split classes: I."""
+    logits, target, weight = (_given(state, node, i) for i in (0, 1, 3))
+    assert logits is not None and target is not None
+    dim = 0 if len(logits.whole) == 1 else 1
+    rows = _rows(state, node, logits, dim)
+    if logits.split_at(dim) != rows or (weight is not None and weight.split_at(0) != rows):
+        raise Refused("a loss of split logits names other classes than the ranks hold")
+    if target.kind != "I" or (weight is not None and weight.grad):
+        raise Refused("targets and class weights of a split loss get no gradient")
+    found = state.new(node.meta["val"], logits.grad)
+    assert isinstance(found, Value)
+    return found
+
+
+def _given(state: State, node: Node, index: int) -> Value | None:
+    argument = node.args[index] if len(node.args) > index else None
+    value = state.values.get(argument) if isinstance(argument, Node) else None
+    return value if isinstance(value, Value) else None
+
+
+def _rows(state: State, node: Node, value: Value, dim: int) -> Layout:
+    rows = node.args[2]
+    assert isinstance(rows, (list, tuple))
+    return state.layout([(piece,) for piece in rows], value, dim)
+
+
+TABLE: dict[Any, Callable[[State, Node], Value]] = {
+    copy_to_region: copy,
+    reduce_from_region: reduce,
+    gather_from_region: gather,
+    scatter_to_region: scatter,
+    vocabulary.embedding: lookup,
+    vocabulary.cross_entropy: loss,
+}
+
+# Those that wait for other ranks in their forward or backward.
+COLLECTIVES = set(TABLE) - {vocabulary.embedding}

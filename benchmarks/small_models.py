@@ -1,0 +1,187 @@
+"""A small valid model of any Hugging Face type, with all its structural features kept.
+
+Sizes are found in a default configuration by the names of its attributes and shrunk alike: 6 heads,
+3 key heads where the type has grouped queries, two layers of each kind of layer, 4 experts, a sliding
+window shorter than the example. What cannot be known from a name stands in `OVERRIDES`, as data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+WIDTH, INNER, HEADS, KV_HEADS, SIZE, VOCABULARY, EXPERTS, LAYERS = 48, 60, 6, 3, 8, 257, 4, 2
+OTHERS = {
+    "bert-masked": ("bert", "BertForMaskedLM"),
+    "roberta-masked": ("roberta", "RobertaForMaskedLM"),
+    "albert": ("albert", "AlbertForMaskedLM"),
+    "distilbert": ("distilbert", "DistilBertForMaskedLM"),
+    "deberta-v2": ("deberta-v2", "DebertaV2ForMaskedLM"),
+    "modernbert": ("modernbert", "ModernBertForMaskedLM"),
+    "t5": ("t5", "T5ForConditionalGeneration"),
+    "bart-seq2seq": ("bart", "BartForConditionalGeneration"),
+    "marian-seq2seq": ("marian", "MarianMTModel"),
+    "whisper-seq2seq": ("whisper", "WhisperForConditionalGeneration"),
+    "vit": ("vit", "ViTForImageClassification"),
+    "clip": ("clip", "CLIPModel"),
+    "wav2vec2": ("wav2vec2", "Wav2Vec2ForCTC"),
+}
+# the first pattern that an attribute's whole name matches decides its value
+PATTERNS: tuple[tuple[str, int], ...] = (
+    (r"vocab_size.*|.*_vocab_size|decoder_vocab_size|n_words", VOCABULARY),
+    (r"(num_key_value|num_kv|multi_query_group|num_attention_kv|n_kv).*(heads|groups)?", KV_HEADS),
+    (r"n_head_kv", KV_HEADS),
+    (r"(num_|n_|encoder_|decoder_|.*_num_)?(attention_)?(heads?|n_heads?)|num_attention_heads", HEADS),
+    (r".*num_(attention_)?heads|linear_num_(key|value)_heads", HEADS),
+    (r"(num_|n_|encoder_|decoder_)(hidden_)?layers?|.*num_hidden_layers|num_blocks", LAYERS),
+    (r"(moe_|.*shared_.*|expert_)?(intermediate|ffn_hidden|ffn)_(size|dim)|d_ff|n_inner", INNER),
+    (r"(encoder|decoder)_ffn_dim|ffn_hidden_size|feed_forward_size|moe_.*intermediate.*", INNER),
+    (r".*intermediate_size(_mlp)?|dim_ff|d_inner|mlp_dim", INNER),
+    (r"head_dim|attention_head_size|kv_channels|d_kv|attention_head_dim|d_head|.*head_dim", SIZE),
+    (r"(hidden|embedding|model|embed|input)_(size|dim)|d_model|n_embd|n_embed|dim|emb_dim", WIDTH),
+    (r"word_embed_proj_dim|cross_attention_hidden_size|lru_width|projection_dim", WIDTH),
+    (r"(num_|n_|moe_num_)(local_|routed_)?experts|num_local_experts|ffn_num_experts", EXPERTS),
+    (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
+    (r"n_group|n_groups_moe", 2),
+    (r"topk_group", 1),
+    (r"(max|n)_(position_embeddings|positions|ctx|seq_len|sequence_length)|seq_length|n_positions", 64),
+    (r"max_(source|target|seq)_.*|max_position.*|context_length", 64),
+    (r"sliding_window|attention_window.*|window_size|local_attention", 4),
+    (r"rotary_dim", 4),
+    (r"kv_lora_rank", 12),
+    (r"q_lora_rank", 16),
+    (r"qk_nope_head_dim|v_head_dim", SIZE),
+    (r"qk_rope_head_dim", 4),
+    (r"image_size", 16),
+    (r"patch_size", 8),
+)
+# per type: what the names do not tell
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_key_value_heads": HEADS},
+    "deepseek_v3": {"num_key_value_heads": HEADS},
+}
+
+
+def types() -> list[str]:
+    """Every type that can be asked for: all causal language models, then the others."""
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OTHERS]
+
+
+def small_model(kind: str) -> nn.Module:
+    """A float32 model of a type, with random weights in which faults show."""
+    config_type, name = OTHERS.get(kind) or (kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    config = small_config(CONFIG_MAPPING[config_type], config_type)
+    wanted = model_class.config_class
+    if wanted is not None and not isinstance(config, wanted):
+        config = next(c for c in vars(config).values() if isinstance(c, wanted))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    model = model_class(config).float()
+    return salted(model)
+
+
+def salted(model: nn.Module) -> nn.Module:
+    """Every parameter refilled: no zero biases, no norm weights of one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(0.1 * noise)
+            else:
+                parameter.copy_((1 if name.endswith("weight") else 0) + 0.3 * noise)
+    return model
+
+
+def small_config(config_class: Any, kind: str = "") -> Any:
+    """A small configuration of a class; configurations nested in it are shrunk as well."""
+    default = config_class()
+    values = _shrunk(default.to_dict())
+    for name, value in vars(default).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            nested = small_config(type(value), value.model_type)
+            values[name] = nested.to_dict()
+    for name, value in OVERRIDES.get(kind, {}).items():
+        values[name] = value
+    accepted = set(inspect.signature(config_class.__init__).parameters) | set(values)
+    return config_class(**{k: v for k, v in values.items() if k in accepted})
+
+
+def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    kinds = values.get("layer_types")
+    grouped = values.get("kv_lora_rank") is None
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in ("transformers_version", "model_type", "_name_or_path", "architectures"):
+            continue
+        if isinstance(value, dict):
+            continue  # nested configurations are made anew, rotary parameters fit any size
+        result[name] = _value(name, value, grouped)
+    if isinstance(kinds, list) and kinds:
+        kept = list(dict.fromkeys(kinds))
+        kept = kept if len(kept) > 1 else kept * LAYERS
+        result["layer_types"] = kept
+        for name in result:
+            if re.fullmatch(r"num_hidden_layers|n_layers?|num_layers", name):
+                result[name] = len(kept)
+    return result
+
+
+def _value(name: str, value: Any, grouped: bool) -> Any:
+    if "drop" in name and isinstance(value, float):
+        return 0.0
+    if name.endswith("token_id") and isinstance(value, int):
+        return value if 0 <= value < 8 else (3 if value > 0 else value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    for pattern, small in PATTERNS:
+        if re.fullmatch(pattern, name):
+            if small == KV_HEADS and "head" in pattern and (value == 1 or not grouped):
+                return 1 if value == 1 else HEADS
+            return min(small, value) if small in (2, 1) else small
+    return value
+
+
+def example_call(model: nn.Module) -> dict[str, Any]:
+    """Keywords of one call: tokens, pixels or features, and labels where the model takes them."""
+    accepted = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.randint(10, VOCABULARY - 7, shape, generator=generator)
+
+    call: dict[str, Any] = {}
+    config: Any = model.config
+    match getattr(model, "main_input_name", "input_ids"):
+        case "pixel_values":
+            side = config.image_size
+            call["pixel_values"] = torch.randn(2, 3, side, side, generator=generator)
+        case "input_features" if hasattr(config, "num_mel_bins"):
+            length = 2 * config.max_source_positions
+            call["input_features"] = torch.randn(
+                2, config.num_mel_bins, length, generator=generator
+            )
+            call["decoder_input_ids"] = tokens(2, 7)
+        case "input_values":
+            call["input_values"] = torch.randn(2, 2000, generator=generator)
+        case _:
+            call["input_ids"] = tokens(2, 7)
+    if "pixel_values" in accepted and "return_loss" in accepted:  # pairs of image and text
+        call["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
+        call["return_loss"] = True
+    if "labels" in accepted and "input_ids" in call:
+        call["labels"] = call["input_ids"].clone()
+        if getattr(config, "is_encoder_decoder", False):
+            call["labels"] = tokens(2, 5)
+    if "use_cache" in accepted:
+        call["use_cache"] = False
+    return call
