@@ -70,13 +70,16 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
 def _local_signature(program: Program, rank: int) -> Signature:
     """The signature with the sizes that inputs have on this rank: caches come split."""
     signature = program.signature
-    sizes = list(signature.guards.sizes)
+    sizes, conditions = list(signature.guards.sizes), list(signature.guards.conditions)
     for name, where in program.inputs.items():
         index = signature.inputs.index(name)
         dims = list(sizes[index] or ())
         dims[where.dim] = sum(stop - start for start, stop in where.ranges[rank])
         sizes[index] = tuple(dims)
-    return replace(signature, guards=replace(signature.guards, sizes=tuple(sizes)))
+        read = f"sizes[{index}][{where.dim}]"
+        conditions = [condition.replace(read, str(where.size)) for condition in conditions]
+    guards = replace(signature.guards, sizes=tuple(sizes), conditions=tuple(conditions))
+    return replace(signature, guards=guards)
 
 
 def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

@@ -34,7 +34,7 @@ class Guards:
 
     `sizes` has an entry for each leaf of (args, kwargs): for a tensor its dims (an int where the
     capture is for that size alone, else a symbol), for anything else None. `ranges` bounds symbols,
-    `conditions` are further expressions over the sizes of the leaves `L["args"]`, `L["kwargs"]`.
+    `conditions` are further expressions over `sizes[leaf][dim]` and `L["args"]`, `L["kwargs"]`.
     """
 
     sizes: tuple[tuple[int | str, ...] | None, ...]

@@ -28,6 +28,11 @@ def structure(tree: Any) -> Any:
     return _pytree.tree_structure(tree)
 
 
+def paths(tree: Any) -> list[str]:
+    """How each leaf is reached from the tree: `['kwargs']['input_ids']`."""
+    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+
+
 def map(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with each leaf replaced."""
     return _pytree.tree_map(function, tree)

@@ -50,7 +50,7 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"(num_|n_|moe_num_)(local_|routed_)?experts|num_local_experts|ffn_num_experts", EXPERTS),
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
     (r"n_group|n_groups_moe", 2),
-    (r"topk_group", 1),
+    (r"topk_group|first_k_dense_replace|num_dense_layers|n_dense_layers", 1),
     (r"(max|n)_(position_embeddings|positions|ctx|seq_len|sequence_length)|seq_length|n_positions", 64),
     (r"max_(source|target|seq)_.*|max_position.*|context_length", 64),
     (r"sliding_window|attention_window.*|window_size|local_attention", 4),
@@ -66,6 +66,9 @@ PATTERNS: tuple[tuple[str, int], ...] = (
 OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": HEADS},
     "deepseek_v3": {"num_key_value_heads": HEADS},
+    "codegen": {"n_head": 8, "n_embd": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "t5": {"decoder_start_token_id": 0},
 }
 
 

@@ -3,7 +3,7 @@
     python examples/nanogpt.py                                        # print the plan for 4 ranks
     torchrun --standalone --nproc-per-node 2 examples/nanogpt.py      # train a few steps on 2 ranks
 
-Trained, the loss is the same for any number of ranks.
+The losses are those of one rank, up to rounding.
 """
 
 from __future__ import annotations

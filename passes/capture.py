@@ -15,7 +15,7 @@ import hashlib
 import operator
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         pytree.structure((args, kwargs)),
         exported.call_spec.out_spec,
         tuple(rebuilt.inputs),
-        _guards(exported),
+        _guards(exported, pytree.paths({"args": args, "kwargs": kwargs})),
     )
     note = f"captured by torch.export in {seconds:.1f} s: {len(graph.nodes)} nodes"
     return Program(graph, tensors, aliases, signature, skeleton.training, provenance=(note,))
@@ -99,7 +99,20 @@ class _KeepConstants(TorchFunctionMode):
         ):
             if torch.device(kwargs.get("device") or _META) == _META:
                 return func(*args, **{**kwargs, "device": "cpu"}).to(_META)
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], _plain_index(args[1]))
         return func(*args, **kwargs)
+
+
+def _plain_index(index: Any) -> Any:
+    """`x[:, [-1]]` as `x[:, -1:]`: a list of neighbours is a slice, which needs no tensor."""
+    if isinstance(index, tuple):
+        return tuple(_plain_index(item) for item in index)
+    if not isinstance(index, list) or not all(type(item) is int for item in index):
+        return index
+    if index and index == list(range(index[0], index[0] + len(index))):
+        return slice(index[0], index[-1] + 1 or None)
+    return torch.tensor(index, device="cpu").to(_META)
 
 
 class _Call(nn.Module):
@@ -206,7 +219,7 @@ def _constant_name(name: str, value: torch.Tensor) -> str:
     return f"{name}_{hashlib.sha256(data).hexdigest()[:8]}"
 
 
-def _guards(exported: ExportedProgram) -> Guards:
+def _guards(exported: ExportedProgram, paths: Sequence[str]) -> Guards:
     found: list[tuple[int | str, ...] | None] = []
     inputs = {
         spec.arg.name
@@ -223,8 +236,10 @@ def _guards(exported: ExportedProgram) -> Guards:
         for symbol, bound in exported.range_constraints.items()
     }
     # not public; without it the ranges and equal symbols above still hold
-    conditions = tuple(getattr(exported, "_guards_code", None) or ())
-    return Guards(tuple(found), ranges, conditions)
+    conditions = list(getattr(exported, "_guards_code", None) or ())
+    for index, path in enumerate(paths):  # sizes by leaf: a cache is no longer a tree at call time
+        conditions = [c.replace(f"L{path}.size()", f"sizes[{index}]") for c in conditions]
+    return Guards(tuple(found), ranges, tuple(conditions))
 
 
 def _entry(size: int | torch.SymInt) -> int | str:
@@ -287,12 +302,27 @@ class _Rebuild:
             self._new[node] = self._map(node.args[0], node)
         elif node.target in _REGIONS:
             self._region(node, module)
+        elif node.target is torch.ops.aten.histc.default:
+            self._count(node)
         else:
-            args = tuple(self._map(value, node) for value in node.args)
+            target, given = _as_slice(node)
+            args = tuple(self._map(value, node) for value in given)
             kwargs = {key: self._map(value, node) for key, value in node.kwargs.items()}
-            made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            made = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
             made.meta = {"val": node.meta.get("val"), **_origin(node)}
             self._new[node] = made
+
+    def _count(self, node: Node) -> None:
+        """histc counts integers on some devices only, and floats on all."""
+        kind, x = node.meta["val"].dtype, self._map(node.args[0], node)
+        copy = torch.ops.aten._to_copy.default
+        wide = self.graph.call_function(copy, (x,), {"dtype": torch.float32})
+        made = self.graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)  # type: ignore
+        back = self.graph.call_function(copy, (made,), {"dtype": kind})
+        for step, value in ((wide, x.meta["val"]), (made, node.meta["val"])):
+            step.meta = {"val": value.to(torch.float32), **_origin(node)}
+        back.meta = {"val": node.meta["val"], **_origin(node)}
+        self._new[node] = back
 
     def _region(self, node: Node, module: nn.Module) -> None:
         """Write a nested graph out between the calls that enter and leave its region."""
@@ -330,6 +360,15 @@ class _Rebuild:
         for user in node.users:
             assert user.target is operator.getitem, "a nested graph returns a tuple"
             self._new[user] = results[user.args[1]]
+
+
+def _as_slice(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """A call's operator and operands; `narrow` is a slice in other words."""
+    match node.target, node.args:
+        case torch.ops.aten.narrow.default, (x, dim, int(start), int(length)):
+            end = start + length if start >= 0 else start + length or sys.maxsize
+            return torch.ops.aten.slice.Tensor, (x, dim, start, end)
+    return node.target, node.args
 
 
 def _origin(node: Node) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class _Builder:
                 if rel is not None:
                     env[node] = graph.create_node("get_attr", rel, name=_plain(rel))
                 else:
-                    env[node] = graph.create_node("placeholder", "_", name=_plain(node.name))
+                    env[node] = graph.create_node("placeholder", "x", name="x")
                     env[node].target = env[node].name  # the graph makes names unique
                     inputs.append(node)
             return env[node]

@@ -129,9 +129,6 @@ def _slice(node: Node, before: Any, shares: Shares, rank: int) -> None:
         return
     step = argument(node, 4, "step", 1)
     start, stop = argument(node, 2, "start", 0) or 0, argument(node, 3, "end", None)
-    if node.target is aten.narrow.default:
-        node.target, stop = aten.slice.Tensor, start + node.args[3]
-        stop = stop or None  # the last items, counted from the end
     if step != 1:  # a step picks out of a minor axis, which is whole on every rank
         node.args = (node.args[0], at, start, sys.maxsize, step)
         return

@@ -19,8 +19,6 @@ from autotp.skeleton import skeleton_of
 from tests.models import refill as refill
 
 
-
-
 def parallel(model: nn.Module, tp: int, example: Any) -> Lockstep:
     """Every rank's module, as `autotp.parallelize` makes it, run in lockstep."""
     skeleton = skeleton_of(model)

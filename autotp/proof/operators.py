@@ -196,6 +196,14 @@ def einsum(call: Call) -> Result:
     return product(text, call.all(), len(call.out_sizes()))
 
 
+def grouped(call: Call) -> Result:
+    """A product for each group of rows with the group's matrix; rows and groups are whole."""
+    x, weights, *_ = call.all()
+    if (len(x.whole), len(weights.whole)) != (2, 3) or x.split_at(0) or weights.split_at(0):
+        raise Refused(f"{call.name} needs all rows and all groups")
+    return product("m k, e k n -> m n", (x, weights), len(call.out_sizes()))
+
+
 def attention(call: Call) -> Result:
     """softmax(q k^T + mask) v: split along leading dims (heads) alone."""
     q, k, v = (call.value(name) for name in ("query", "key", "value"))
@@ -270,7 +278,8 @@ def loss(call: Call) -> Result:
 
 
 def _table(families: dict[Callable[[Call], Result], str]) -> dict[str, Callable[[Call], Result]]:
-    return {f"aten.{op}": rule for rule, ops in families.items() for op in ops.split()}
+    named = {op: rule for rule, ops in families.items() for op in ops.split()}
+    return {op if "." in op else f"aten.{op}": rule for op, rule in named.items()}
 
 
 TABLE = _table(
@@ -281,6 +290,7 @@ TABLE = _table(
         einsum: "einsum",
         embedding: "embedding",
         gather: "gather",
+        grouped: "_grouped_mm transformers.grouped_mm_fallback",
         index: "index",
         isin: "isin",
         last: "layer_norm rms_norm",

@@ -22,7 +22,8 @@ Rule = Callable[[Context, Node], Value]
 
 
 def _table(families: dict[Rule, str]) -> dict[str, Rule]:
-    return {f"aten.{op}": rule for rule, ops in families.items() for op in ops.split()}
+    named = {op: rule for rule, ops in families.items() for op in ops.split()}
+    return {op if "." in op else f"aten.{op}": rule for op, rule in named.items()}
 
 
 RULES: dict[str, Rule] = _table(
@@ -36,6 +37,7 @@ RULES: dict[str, Rule] = _table(
         matmul.addmm: "addmm",
         matmul.baddbmm: "baddbmm",
         matmul.einsum: "einsum",
+        matmul.grouped: "_grouped_mm transformers.grouped_mm_fallback",
         matmul.linear: "linear",
         matmul.matmul: "matmul mm bmm",
         pointwise.isin: "isin",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from autotp.rules.context import Context, Dims
+from autotp.rules.context import Context, Dims, argument
 from autotp.rules.notation import apply
 
 
@@ -53,6 +53,19 @@ def matmul(ctx: Context, node: Node) -> Dims:
     ctx.use("gemm", node, out[-1], y)
     for dim in out[:-2] if right > 2 else ():
         ctx.use("attend", node, dim, y)
+    return out
+
+
+def grouped(ctx: Context, node: Node) -> Dims:
+    """A product for each group of rows with the group's matrix: `x[rows of e] @ weights[e]`."""
+    x, weights, ends = (_node(argument(node, i, n)) for i, n in enumerate(("self", "mat2", "offs")))
+    assert x is not None and weights is not None
+    if (len(ctx.dims(x)), len(ctx.dims(weights))) != (2, 3):
+        return NotImplemented
+    ctx.bar(ctx.dims(weights)[:1], "rows are sorted by it")
+    ctx.bar((*ctx.dims(x)[:1], *ctx.dims(ends)), "rows are sorted by it")
+    out = apply(ctx, node, "m k, e k n, e -> m n", (x, weights, ends))
+    ctx.use("gemm", node, out[-1], weights)
     return out
 
 

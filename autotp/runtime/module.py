@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -258,5 +259,11 @@ def _holds(guards: Guards, leaves: Sequence[Any], args: Any, kwargs: Any) -> boo
     for symbol, (low, high) in guards.ranges.items():
         if symbol in known and not low <= known[symbol] <= high:
             return False
-    scope = {"L": {"args": args, "kwargs": kwargs}}
-    return all(eval(condition, scope) for condition in guards.conditions)
+    sizes = [getattr(leaf, "shape", ()) for leaf in leaves]
+    scope = {"L": {"args": args, "kwargs": kwargs}, "sizes": sizes}
+    return all(eval(_code(condition), scope) for condition in guards.conditions)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(condition: str) -> Any:
+    return compile(condition, "<guard>", "eval")

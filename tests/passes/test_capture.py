@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -177,6 +178,14 @@ def test_conversions_that_change_nothing_are_dropped() -> None:
 def test_conversions_that_change_the_dtype_stay() -> None:
     model = Fn(lambda self, x: (x.float() @ self.w.float()).double(), w=(WIDTH, 3))
     assert len(nodes(captured(model).graph, "aten.to")) == 3
+
+
+def test_narrow_is_a_slice_in_other_words() -> None:
+    model = Fn(lambda self, x: (x @ self.w).narrow(-1, 1, 2).narrow(-1, -2, 2), w=(WIDTH, 3))
+    graph = captured(model).graph
+    assert not nodes(graph, "aten.narrow")
+    borders = [node.args[2:] for node in nodes(graph, "aten.slice")]
+    assert borders in ([(1, 3), (-2, sys.maxsize)], [(1, 3), (0, 2)])
 
 
 def test_no_literal_of_the_capture_device_is_left() -> None:
