@@ -230,6 +230,7 @@ def _kept(
     nodes = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
     by_name = {n.name: n for n in program.graph.nodes}
     paired = {pair.axis for pair in pairs}
+    bars = {**{pair.axis: pair.bar for pair in pairs if pair.bar}, **inferred.bars}
     result = []
     for name, spec in program.tensors.items():
         if spec.kind != "parameter":
@@ -240,7 +241,7 @@ def _kept(
         axes = {a.name: a for dim in inferred.dims[nodes[name]] for a in leaves(dim)}
         if any(axis in shares for axis in axes):
             continue
-        reason, where = _why(axes, inferred.bars, refused, paired)
+        reason, where = _why(axes, bars, refused, paired)
         source = locate(by_name[where]) if where else ""
         result.append(Kept(name, reason, where, source))
     return tuple(result)

@@ -30,7 +30,7 @@ from autotp.axes import Dim, Ranges, Shares, is_sharded, leaves, ranges, substit
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
-from autotp.rules import creation, pointwise, rule_for, view
+from autotp.rules import creation, pointwise, reduction, rule_for, view
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
     copy_to_region,
@@ -229,6 +229,8 @@ class _Insert:
                 target, bias, args = aten.bmm.default, args[0], args[1:]
             case aten.linear.default:
                 bias, args = (*args, None)[2], args[:2]
+            case aten.mean.dim:
+                target, alpha = aten.sum.dim_IntList, 1 / reduction.count(node)
         product = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
         product.meta = {**node.meta, "dims": self._dims[node], "placement": "P"}
         if alpha != 1:

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from autotp.axes import leaves
 from autotp.program import Program
-from autotp.rules import Use
+from autotp.rules import Use, name
 from autotp.unify import Bar
 from passes.infer import Inferred
 
@@ -56,6 +56,7 @@ def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
                     rows[axis.name][weight] = None
                 elif use.kind == "lookup" and (table := _parameter(program, use.operand)):
                     tables[axis.name][table] = None
+    norms = _norms(inferred)
     vocabulary = _vocabulary(units, columns, rows, tables)
     pairs = []
     for axis, count in units.items():
@@ -63,8 +64,20 @@ def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
         readers = tables[axis] if axis in vocabulary else rows[axis]
         if axis in vocabulary or (columns[axis] and rows[axis]):
             bar = inferred.bars.get(axis)
+            if kind != "attention":  # heads are worth an all-reduce for a norm across them
+                bar = bar or norms.get(axis)
             pairs.append(GemmPair(axis, count, kind, tuple(columns[axis]), tuple(readers), bar))
     return tuple(pairs)
+
+
+def _norms(inferred: Inferred) -> dict[str, Bar]:
+    """Axes that some norm takes the mean over."""
+    return {
+        axis.name: Bar(f"{name(use.node)} reduces over it", use.node.name)
+        for use, dim in zip(inferred.uses, inferred.use_dims, strict=True)
+        if use.kind == "norm"
+        for axis in leaves(dim)
+    }
 
 
 def _vocabulary(

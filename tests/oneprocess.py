@@ -11,20 +11,38 @@ from torch import Tensor, nn
 from autotp import pytree
 from autotp.api import _call
 from autotp.build import build
-from autotp.pipeline import make_plan
 from autotp.planning import Plan
 from autotp.runtime.group import Group
 from autotp.runtime.lockstep import Lockstep
 from autotp.skeleton import skeleton_of
+from passes.capture import capture
+from passes.choose import choose
+from passes.infer import infer
+from passes.insert import insert
+from passes.match import match
 from tests.models import refill as refill
 
 
 def parallel(model: nn.Module, tp: int, example: Any) -> Lockstep:
     """Every rank's module, as `autotp.parallelize` makes it, run in lockstep."""
+    return parallels(model, (tp,), example)[0]
+
+
+def parallels(model: nn.Module, tps: Sequence[int], example: Any) -> list[Lockstep]:
+    """The same for several tp; the model is captured once, which is what takes the time."""
     skeleton = skeleton_of(model)
     call = _call(skeleton, example)
-    plan = make_plan(skeleton, *call, tp=tp)
-    return Lockstep([build(model, skeleton, plan, g, call) for g in Group.in_process(tp)])
+    program = capture(skeleton, *call)
+    inferred = infer(program)
+    pairs = match(program, inferred)
+    made = []
+    for tp in tps:
+        plan = choose(program, inferred, pairs, tp=tp, model=type(model).__name__)
+        inserted, counts = insert(program, inferred, plan)
+        plan = plan.with_stages([("captured", program), ("inserted", inserted)], counts)
+        ranks = [build(model, skeleton, plan, group, call) for group in Group.in_process(tp)]
+        made.append(Lockstep(ranks))
+    return made
 
 
 def assert_same(model: nn.Module, lockstep: Lockstep, inputs: Any, tol: float = 1e-9) -> None:

@@ -50,9 +50,10 @@ RULES: dict[str, Rule] = _table(
             logcumsumexp""",
         reduction.attention: "scaled_dot_product_attention",
         reduction.cross_entropy: "cross_entropy_loss",
+        reduction.mean: "mean",
         reduction.last: "layer_norm rms_norm",
         reduction.reduce: """all amax amin any argmax argmin argsort linalg_vector_norm logsumexp
-            max mean median min norm prod sort std topk var""",
+            max median min norm prod sort std topk var""",
         reduction.total: "sum",
         reduction.triangle: "tril triu",
         view.adjoint: "mT adjoint matrix_H",

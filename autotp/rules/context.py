@@ -24,6 +24,7 @@ class Use:
     `contract`: the node sums over the axes, so a sharded one leaves a partial sum.
     `gemm`: the columns of a matrix product, which come from `operand` (a weight or an activation).
     `attend`: a batch dim of an attention, or of a product with `operand`.
+    `norm`: the sum is one of few numbers for each token, and needs an all-reduce of its own.
     `lookup`: rows of a table that are looked up by index. `classes`: the classes of a loss.
     """
 

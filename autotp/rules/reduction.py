@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.fx import Node
 
 from autotp import sizes
@@ -43,8 +45,30 @@ def total(ctx: Context, node: Node) -> Dims:
     return _kept(node, dims, reduced)
 
 
+def mean(ctx: Context, node: Node) -> Dims:
+    """mean: a sum over a number of items, which is linear too, but as a part of a norm costs an
+    all-reduce of its own (`norm`), so it is worth it for some axes only."""
+    dims = ctx.dims(node.args[0])
+    reduced = _reduced(node, len(dims))
+    for i in reduced:
+        if str(node.target) != "aten.mean.dim" or ctx.table.size(dims[i])[1]:
+            ctx.bar([dims[i]], f"{name(node)} reduces over it")
+        else:
+            ctx.use("contract", node, dims[i])
+            ctx.use("norm", node, dims[i])
+    return _kept(node, dims, reduced)
+
+
+def count(node: Node) -> int:
+    """The number of items that a mean is over."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    whole = source.meta["val"].shape
+    return math.prod(int(whole[i]) for i in _reduced(node, len(whole)))
+
+
 def reduce(ctx: Context, node: Node) -> Value:
-    """max, mean, argmax, norm, ...: the reduced dims need all their items."""
+    """max, argmax, norm, ...: the reduced dims need all their items."""
     dims = ctx.dims(node.args[0])
     reduced = _reduced(node, len(dims))
     ctx.bar([dims[i] for i in reduced], f"{name(node)} reduces over it")

@@ -18,6 +18,7 @@ from torch.fx import Graph, map_arg
 from autotp import pytree
 from autotp.axes import Ranges
 from autotp.errors import AutoTPError, message
+from autotp.huggingface import face_of
 from autotp.runtime import vocabulary
 from autotp.runtime.block import Block
 from autotp.runtime.collectives import (
@@ -60,6 +61,12 @@ class Lockstep(nn.Module):
         results, spec = self.run(args, kwargs)
         leaves = [_leave(values) for values in zip(*results, strict=True)]
         return same_cache(pytree.unflatten(leaves, spec), (*args, *kwargs.values()))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's `generate`. The caller sees whole caches; each rank computes its heads."""
+        skeleton = self.ranks[0].skeleton
+        assert isinstance(skeleton, nn.Module)
+        return face_of(skeleton, self, self.ranks[0]).generate(*args, **kwargs)
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The flat results of every rank, and their structure."""

@@ -18,6 +18,7 @@ from torch import nn
 from autotp import pytree
 from autotp.errors import AutoTPError, GroupError, message
 from autotp.examples import normal_call
+from autotp.huggingface import face_of, same_draws
 from autotp.planning import Plan
 from autotp.program import Guards, Signature
 from autotp.runtime.block import Block, Compiler
@@ -72,6 +73,7 @@ class TensorParallel(Block):
         self._signature = inspect.signature(skeleton.forward)
         self._builder = builder
         self._captures: dict[Any, list[Capture]] = {}
+        self._face: tuple[Any] | None = None
         self.cache_layout: tuple[LocalOutput | None, ...] = ()  # of the leaves of a returned cache
 
     @property
@@ -89,6 +91,50 @@ class TensorParallel(Block):
         """The call forms that were captured so far, in order."""
         found = [capture for captures in self._captures.values() for capture in captures]
         return tuple(sorted(found, key=lambda capture: capture.number))
+
+    @property
+    def face(self) -> Any:
+        """The original's configuration and methods, computing with this module."""
+        if self._face is None:
+            self._face = (face_of(self.skeleton, self, self),)
+        return self._face[0]
+
+    @property
+    def config(self) -> Any:
+        """The original's configuration."""
+        return self.skeleton.config
+
+    @property
+    def generation_config(self) -> Any:
+        """How `generate` works unless told otherwise."""
+        return self.face.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the floating-point parameters."""
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's `generate`, with every rank's heads in its cache. Call it on every rank.
+
+        Ranks sample the same tokens whatever their generators' seeds.
+        """
+        assert self.group is not None
+        with same_draws(self.group):
+            return self.face.generate(*args, **kwargs)
+
+    def can_generate(self) -> bool:
+        """Whether the original generates."""
+        return bool(getattr(self.skeleton, "can_generate", lambda: False)())
+
+    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
+        """Parameters of the whole model."""
+        return int(self.skeleton.num_parameters(*args, **kwargs))  # type: ignore[operator]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """The original's forward."""
@@ -207,8 +253,11 @@ class TensorParallel(Block):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
+            if name == "_face":
+                continue
             shared = name in ("_skeleton", "_signature", "_builder", "plan", "compiler", "group")
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
+        twin._face = None  # the copy's own is made when it is asked for
         return twin
 
 
