@@ -33,7 +33,9 @@ def regions(graph: Graph) -> list[list[str]]:
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     inside = [node.name for node in graph.nodes if _differs(node)]
     parts = nx.weakly_connected_components(network(graph).subgraph(inside))
-    return sorted((sorted(part, key=order.__getitem__) for part in parts), key=lambda p: order[p[0]])
+    return sorted(
+        (sorted(part, key=order.__getitem__) for part in parts), key=lambda p: order[p[0]]
+    )
 
 
 def write_graphml(graph: Graph, path: Path) -> None:

@@ -179,7 +179,8 @@ class AxisTable:
 
     def split_minor(self, dim: Factors, minor: Size) -> tuple[Factors, Factors] | None:
         """A dim as (outer, inner) with inner of the given size; None if impossible."""
-        rest, inner, wanted = list(self.factors(dim)), [], minor
+        rest, wanted = list(self.factors(dim)), minor
+        inner: list[int] = []
         while wanted != ONE:
             if not rest:
                 return None

@@ -117,9 +117,9 @@ def compare(
             parts = [values[index] for values in every]
             rows.append(_row(f"output {index}", "output", want, parts, limit))
     if backward:
-        _loss(expected).backward()  # type: ignore[no-untyped-call]
+        _loss(expected).backward()
         joined = lockstep(*args, **kwargs)
-        _loss(pytree.flatten(joined)[0]).backward()  # type: ignore[no-untyped-call]
+        _loss(pytree.flatten(joined)[0]).backward()
         rows += _gradients(model, lockstep, limit)
     report = Report(plan, tuple(rows), limit, notes)
     if report.ok:
@@ -202,7 +202,7 @@ def first_wrong(
                 return
             try:
                 parts = _assembled(node, values, plan)
-                error = max(_error(want, part) for part in parts)
+                error = max((_error(want, part) for part in parts), default=0.0)
             except RuntimeError as failure:  # parts that do not fit together
                 error = float("inf")
                 found.append(f"{failure}")
@@ -238,7 +238,8 @@ def _values(program: Program, model: nn.Module, leaves: Sequence[Any]) -> dict[s
 
 def _operator(target: Any) -> Callable[..., Any]:
     assert callable(target)
-    return target
+    found: Callable[..., Any] = target
+    return found
 
 
 def _assembled(node: Node, values: list[Any], plan: Plan) -> list[Any]:

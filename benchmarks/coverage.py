@@ -81,7 +81,9 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _verified(model: nn.Module, call: dict[str, Any], tp: int, dtype: torch.dtype) -> dict[str, Any]:
+def _verified(
+    model: nn.Module, call: dict[str, Any], tp: int, dtype: torch.dtype
+) -> dict[str, Any]:
     begun = time.process_time()
     report = autotp.verify(model, tp, example_inputs=call, dtype=dtype)
     plan, worst = report.plan, max(report.rows, key=lambda row: row.error)
@@ -102,15 +104,19 @@ def _split(plan: Plan) -> dict[str, Any]:
     """The shares of parameters that lie in parts, and the reasons for the others."""
     inferred = infer(plan.stages[0][1])
     gemms = {_parameter(use.operand) for use in inferred.uses if use.kind == "gemm"} - {None}
-    sizes = {
-        t.name: torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter"
-    }
+    sizes = {t.name: torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter"}
     split = {name for name in sizes if plan.is_sharded(name)}
     used = {k.name for k in plan.kept if k.reason == "the captured call does not use it"}
     whole = {n: s for n, s in sizes.items() if n not in used}
     kept = [
-        {"name": k.name, "size": sizes[k.name], "gemm": k.name in gemms, "reason": k.reason,
-         "node": k.node, "source": k.source}
+        {
+            "name": k.name,
+            "size": sizes[k.name],
+            "gemm": k.name in gemms,
+            "reason": k.reason,
+            "node": k.node,
+            "source": k.source,
+        }
         for k in plan.kept
         if k.name not in used and len(plan.by_name[k.name].shape) > 1
     ]

@@ -39,10 +39,19 @@ def _totals(records: Mapping[str, Any], done: Mapping[str, Any]) -> str:
     most = [r for r in exact if r["tp2"]["gemm_share"] >= 0.95]
     rows = [
         ("types tried", len(records)),
-        ("no small configuration could be made or run", stages["configuration"] + stages["original"]),
+        (
+            "no small configuration could be made or run",
+            stages["configuration"] + stages["original"],
+        ),
         ("refused by `torch.export`", stages["capture"]),
-        ("no result (error or time)", sum(stages.values()) - len(done) - stages["configuration"]
-         - stages["original"] - stages["capture"]),
+        (
+            "no result (error or time)",
+            sum(stages.values())
+            - len(done)
+            - stages["configuration"]
+            - stages["original"]
+            - stages["capture"],
+        ),
         ("ran", len(done)),
         ("exact at tp=2 and tp=3", len(exact)),
         ("of these with 95 % of GEMM weights split at tp=2", len(most)),

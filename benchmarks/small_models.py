@@ -38,7 +38,10 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"vocab_size.*|.*_vocab_size|decoder_vocab_size|n_words", VOCABULARY),
     (r"(num_key_value|num_kv|multi_query_group|num_attention_kv|n_kv).*(heads|groups)?", KV_HEADS),
     (r"n_head_kv", KV_HEADS),
-    (r"(num_|n_|encoder_|decoder_|.*_num_)?(attention_)?(heads?|n_heads?)|num_attention_heads", HEADS),
+    (
+        r"(num_|n_|encoder_|decoder_|.*_num_)?(attention_)?(heads?|n_heads?)|num_attention_heads",
+        HEADS,
+    ),
     (r".*num_(attention_)?heads|linear_num_(key|value)_heads", HEADS),
     (r"(num_|n_|encoder_|decoder_)(hidden_)?layers?|.*num_hidden_layers|num_blocks", LAYERS),
     (r"(moe_|.*shared_.*|expert_)?(intermediate|ffn_hidden|ffn)_(size|dim)|d_ff|n_inner", INNER),
@@ -51,7 +54,10 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
     (r"n_group|n_groups_moe", 2),
     (r"topk_group|first_k_dense_replace|num_dense_layers|n_dense_layers", 1),
-    (r"(max|n)_(position_embeddings|positions|ctx|seq_len|sequence_length)|seq_length|n_positions", 64),
+    (
+        r"(max|n)_(position_embeddings|positions|ctx|seq_len|sequence_length)|seq_length|n_positions",
+        64,
+    ),
     (r"max_(source|target|seq)_.*|max_position.*|context_length", 64),
     (r"sliding_window|attention_window.*|window_size|local_attention", 4),
     (r"rotary_dim", 4),
@@ -67,7 +73,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": HEADS},
     "deepseek_v3": {"num_key_value_heads": HEADS},
     "codegen": {"n_head": 8, "n_embd": 64},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
     "t5": {"decoder_start_token_id": 0},
 }
 

@@ -60,18 +60,18 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     Raises CaptureError with the module and source line that refused.
     """
     register_caches()
-    args, kwargs = pytree.map_tensors(_blank, (args, dict(kwargs)))
+    args, named = pytree.map_tensors(_blank, (args, dict(kwargs)))
     begun = time.perf_counter()
-    exported = _export(skeleton, args, kwargs)
+    exported = _export(skeleton, args, named)
     seconds = time.perf_counter() - begun
     tensors, names, aliases = _tensors(skeleton, exported)
     rebuilt = _Rebuild(exported, names)
     graph = rebuilt.graph
     signature = Signature(
-        pytree.structure((args, kwargs)),
+        pytree.structure((args, named)),
         exported.call_spec.out_spec,
         tuple(rebuilt.inputs),
-        _guards(exported, pytree.paths({"args": args, "kwargs": kwargs})),
+        _guards(exported, pytree.paths({"args": args, "kwargs": named})),
     )
     note = f"captured by torch.export in {seconds:.1f} s: {len(graph.nodes)} nodes"
     return Program(graph, tensors, aliases, signature, skeleton.training, provenance=(note,))
@@ -134,7 +134,8 @@ def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             shapes[leaf] = {i: Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
     try:
         with _META, _KeepConstants():  # what is made without a device is on the module's
-            return export(_Call(skeleton), (args, kwargs), dynamic_shapes=shapes, strict=False)
+            call = _Call(skeleton)
+            return export(call, (args, kwargs), dynamic_shapes=shapes, strict=False)  # type: ignore[arg-type]
     except Exception as error:
         raise CaptureError(
             message(
@@ -334,12 +335,13 @@ class _Rebuild:
         inner = module.get_submodule(str(nested.target))
         graph = getattr(inner, "graph", None)
         assert isinstance(graph, Graph)
+        end: Any = leave_grad_mode
         if at == 1:
-            begin, end = enter_grad_mode, leave_grad_mode
-            entered = self.graph.call_function(begin, (node.args[0],))
+            entered = self.graph.call_function(enter_grad_mode, (node.args[0],))
         else:
-            begin, end = enter_autocast, leave_autocast
-            entered = self.graph.call_function(begin, (self.device, node.args[2], node.args[1]))
+            end = leave_autocast
+            operands_ = (self.device, node.args[2], node.args[1])
+            entered = self.graph.call_function(enter_autocast, operands_)
         entered.meta = _origin(node)
         operands = iter(node.args[at + 1 :])
         results: Any = None

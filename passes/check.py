@@ -104,7 +104,7 @@ def _place(name: str, program: Program, plan: Plan) -> Place | None:
 def _visit(state: State, node: Node, program: Program, places: dict[str, Place | None]) -> Any:
     if node.op == "placeholder":
         noted = program.inputs.get(node.name)  # a cache comes as an earlier call left it
-        split = noted and Place(noted.dim, layout_of(noted.ranges, noted.size))
+        split = None if noted is None else Place(noted.dim, layout_of(noted.ranges, noted.size))
         return state.new(node.meta.get("val"), True, split)
     if node.op == "get_attr":
         name = str(node.target)

@@ -201,7 +201,7 @@ def _tensors(
     nodes = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
     result = []
     for name, spec in program.tensors.items():
-        dims = tuple(Axis(str(size), size) for size in spec.shape)
+        dims: tuple[Dim, ...] = tuple(Axis(str(size), size) for size in spec.shape)
         if name in nodes:
             found = inferred.dims[nodes[name]]
             dims = tuple(

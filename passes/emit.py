@@ -111,7 +111,7 @@ class _Builder:
                     env[node] = self._copy(graph, node, value)
                 continue
             number, given, made = child
-            target = _below(_path(key), path)
+            target = _below(_path(key or ""), path)
             assert target is not None
             operands = tuple(value(node) for node in given)
             call = graph.create_node("call_module", target, operands, {"_graph": number})

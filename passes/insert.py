@@ -184,7 +184,8 @@ class _Insert:
                 self._seed = self._first(next_seed)
             self._draws += 1
             stream = "sharded" if node in self._inside else "replicated"
-            args = (node.target, stream, self._seed, self._draws, *args)
+            operator: Any = node.target
+            args = (operator, stream, self._seed, self._draws, *args)
             made = self.graph.create_node("call_function", draw, args, kwargs, name=node.name)
         else:
             made = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
@@ -250,7 +251,9 @@ class _Insert:
     def _vocabulary(self, node: Node, args: Any, kwargs: Any) -> None:
         """A lookup in a split table leaves a partial sum; a loss of split logits is whole."""
         lookup = self._special[node] == "lookup"
-        axis = self._dims[node.args[0]][0 if lookup else min(len(self._dims[node.args[0]]) - 1, 1)]
+        split = node.args[0]
+        assert isinstance(split, Node)
+        axis = self._dims[split][0 if lookup else min(len(self._dims[split]) - 1, 1)]
         rows = tuple(ranges(axis, self._shares, rank)[0] for rank in range(self._plan.tp))
         function = vocabulary.embedding if lookup else vocabulary.cross_entropy
         rest = args[2:3] if lookup else args[2:]
@@ -351,7 +354,7 @@ def _is_random(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if rule_for(node) is pointwise.like and len(node.args) > 2:  # dropout(x, p, train)
-        return bool(node.args[2]) and node.args[1] != 0
+        return bool(node.args[2]) and bool(node.args[1])
     if target is aten.scaled_dot_product_attention.default:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     return True

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from autotp.axes import Dim, Shares, is_sharded, local_size, ranges, ratio, size
 from autotp.planning import Plan
 from autotp.program import Program
-from autotp.rules import creation, rule_for, view
+from autotp.rules import convolution, creation, rule_for, view
 from autotp.rules.context import argument, position
 
 aten = torch.ops.aten
@@ -65,6 +65,8 @@ def _rewrite(graph: Graph, old: Node, node: Node, shares: Shares, rank: int) -> 
         _split(node, dims, shares, rank)
     elif rule is view.slice_:
         _slice(node, old.args[0].meta["dims"], shares, rank)  # type: ignore[union-attr]
+    elif rule is convolution.convolution:
+        _convolution(node, dims, shares, rank)
     elif rule in (view.repeat, view.repeat_interleave):
         _repeat(graph, node, old.args[0].meta["dims"], dims, shares, rank)  # type: ignore[union-attr]
 
@@ -137,6 +139,12 @@ def _slice(node: Node, before: Any, shares: Shares, rank: int) -> None:
     node.args = (node.args[0], at, start, stop, 1)
 
 
+def _convolution(node: Node, dims: Any, shares: Shares, rank: int) -> None:
+    """A convolution of split channels is depthwise: it has as many groups as channels."""
+    if is_sharded(dims[1], shares):
+        node.update_arg(convolution.GROUPS, local_size(dims[1], shares, rank))
+
+
 def _from_left(place: int | None, dim: Dim) -> int:
     whole = size(dim)
     assert whole is not None
@@ -149,9 +157,7 @@ def _held_before(held: tuple[tuple[int, int], ...], place: int) -> int:
     return sum(max(0, min(stop, place) - start) for start, stop in held)
 
 
-def _repeat(
-    graph: Graph, node: Node, before: Any, after: Any, shares: Shares, rank: int
-) -> None:
+def _repeat(graph: Graph, node: Node, before: Any, after: Any, shares: Shares, rank: int) -> None:
     before = ((),) * (len(after) - len(before)) + tuple(before)
 
     def copies(index: int, given: Any) -> Any:
@@ -177,7 +183,7 @@ def _repeat(
 
 def _reshape_example(node: Node, shares: Shares, rank: int) -> None:
     """Give an example value its local shape."""
-    value, dims = node.meta.get("val"), node.meta.get("dims")
+    value, dims = node.meta.get("val"), node.meta.get("dims") or ()
     if not isinstance(value, torch.Tensor) or not _sharded(dims, shares):
         return
     if node.meta.get("placement", "I")[0] != "S":

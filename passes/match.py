@@ -59,14 +59,16 @@ def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
     norms = _norms(inferred)
     vocabulary = _vocabulary(units, columns, rows, tables)
     pairs = []
-    for axis, count in units.items():
-        kind = "vocabulary" if axis in vocabulary else _kind(roles[axis])
-        readers = tables[axis] if axis in vocabulary else rows[axis]
-        if axis in vocabulary or (columns[axis] and rows[axis]):
-            bar = inferred.bars.get(axis)
+    for axis_name, count in units.items():
+        kind = "vocabulary" if axis_name in vocabulary else _kind(roles[axis_name])
+        readers = tables[axis_name] if axis_name in vocabulary else rows[axis_name]
+        if axis_name in vocabulary or (columns[axis_name] and rows[axis_name]):
+            bar = inferred.bars.get(axis_name)
             if kind != "attention":  # heads are worth an all-reduce for a norm across them
-                bar = bar or norms.get(axis)
-            pairs.append(GemmPair(axis, count, kind, tuple(columns[axis]), tuple(readers), bar))
+                bar = bar or norms.get(axis_name)
+            pairs.append(
+                GemmPair(axis_name, count, kind, tuple(columns[axis_name]), tuple(readers), bar)
+            )
     return tuple(pairs)
 
 

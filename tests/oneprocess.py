@@ -68,8 +68,13 @@ def assert_same(model: nn.Module, lockstep: Lockstep, inputs: Any, tol: float = 
             whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             expected = _part(whole, plan, name, rank)
             assert mine[name].shape == expected.shape, f"{name} on rank {rank}"
-            _close(f"{name} on rank {rank}", torch.zeros_like(expected) if grad is None else grad,
-                   expected, tol, whole)
+            _close(
+                f"{name} on rank {rank}",
+                torch.zeros_like(expected) if grad is None else grad,
+                expected,
+                tol,
+                whole,
+            )
     _covered(model, plan)
 
 

@@ -43,8 +43,13 @@ def words(path: Path) -> Iterator[tuple[str, int]]:
                 value.value = ""  # a docstring
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
-        for text in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", ""),
-                     getattr(node, "arg", ""), getattr(node, "value", "")):
+        for text in (
+            getattr(node, "id", ""),
+            getattr(node, "attr", ""),
+            getattr(node, "name", ""),
+            getattr(node, "arg", ""),
+            getattr(node, "value", ""),
+        ):
             if isinstance(text, str):
                 yield text, line
 
@@ -70,7 +75,9 @@ def test_importing_autotp_imports_little() -> None:
 
 def test_the_calls_of_autotp_import_neither_transformers_nor_networkx() -> None:
     found = loaded("import autotp\nautotp.plan, autotp.parallelize, autotp.Plan, autotp.PlanError")
-    assert not {name for name in found if name.split(".")[0] in ("transformers", "networkx", "rich")}
+    assert not {
+        name for name in found if name.split(".")[0] in ("transformers", "networkx", "rich")
+    }
 
 
 def test_planning_imports_no_transformers() -> None:
@@ -144,10 +151,14 @@ def test_only_the_pipeline_imports_passes() -> None:
 def test_nothing_imports_the_tests() -> None:
     for folder in ("autotp", "passes"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            assert not [line for module, _, line in imports(path) if module.split(".")[0] == "tests"]
+            assert not [
+                line for module, _, line in imports(path) if module.split(".")[0] == "tests"
+            ]
 
 
-@pytest.mark.parametrize("path", [*PASSES, *RULES], ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path", [*PASSES, *RULES], ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_no_pass_and_no_rule_names_an_architecture(path: Path) -> None:
     found = [(word, line) for word, line in words(path) if ARCHITECTURES.search(word)]
     assert not found, f"{path.relative_to(ROOT)}: {found}"
@@ -155,5 +166,7 @@ def test_no_pass_and_no_rule_names_an_architecture(path: Path) -> None:
 
 def test_the_words_of_a_file_are_its_code_without_docstrings(tmp_path: Path) -> None:
     path = tmp_path / "some.py"
-    path.write_text('"""About GPT."""\n# bloom\ndef falcon(x):\n    """Of Llama."""\n    return x["bert"]\n')
+    path.write_text(
+        '"""About GPT."""\n# bloom\ndef falcon(x):\n    """Of Llama."""\n    return x["bert"]\n'
+    )
     assert [word for word, _ in words(path) if ARCHITECTURES.search(word)] == ["falcon", "bert"]

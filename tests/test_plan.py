@@ -190,11 +190,16 @@ def test_more_ranks_than_heads_keep_attention_whole_and_say_so() -> None:
 @pytest.mark.parametrize(
     ("tp", "heads"), [(2, (13, 12)), (8, (4, 3, 3, 3, 3, 3, 3, 3)), (25, (1,) * 25)]
 )
-def test_twenty_five_heads_are_spread_as_evenly_as_they_can_be(tp: int, heads: tuple[int, ...]) -> None:
+def test_twenty_five_heads_are_spread_as_evenly_as_they_can_be(
+    tp: int, heads: tuple[int, ...]
+) -> None:
     plan = gpt2(tp, n_head=25, n_embd=1600, n_positions=1024, vocab_size=50257)
     assert widths(plan, "attention") == [heads] * 2
     for rank, count in enumerate(heads):
-        assert plan.local_shape("transformer.h.0.attn.c_attn.weight", rank) == (1600, 3 * 64 * count)
+        assert plan.local_shape("transformer.h.0.attn.c_attn.weight", rank) == (
+            1600,
+            3 * 64 * count,
+        )
         assert plan.local_shape("transformer.h.1.attn.c_proj.weight", rank) == (64 * count, 1600)
 
 

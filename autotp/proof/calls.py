@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from autotp import axes, sizes
 from autotp.proof import operators, shapes, views
+from autotp.proof.layout import layout_of
 from autotp.proof.state import State, each, flat
 from autotp.proof.values import PARTIAL, Call, Place, Refused, Value, bind
 from autotp.runtime.random import draw, next_seed
@@ -20,7 +21,9 @@ NO_F = "a replicated value that may need a gradient enters sharded computation w
 MIXES = "a value behind f meets one that is the same on all ranks, so it counts once for each rank"
 EARLY = "a partial sum enters an operator that is not linear; g must come first"
 SIZE = "a size contradicts what this rank holds"
-STREAM = "inside a region random operators draw from the sharded stream, outside from the replicated one"
+STREAM = (
+    "inside a region random operators draw from the sharded stream, outside from the replicated one"
+)
 UNDRAWN = "a random operator does not draw from a stream that the ranks agree on"
 
 _aten = torch.ops.aten
@@ -28,7 +31,8 @@ _aten = torch.ops.aten
 
 def visit(state: State, node: Node) -> Any:
     """The value of a call; Refused if the step is not proved."""
-    target, args, kwargs = node.target, node.args, dict(node.kwargs)
+    target: Any = node.target
+    args, kwargs = node.args, dict(node.kwargs)
     if target is next_seed or target in SIDE_EFFECTS:
         _grad_mode(state, node)
         return None
@@ -87,13 +91,26 @@ def _claimed(state: State, node: Node, call: Call, value: Value) -> Value:
     the noted one is taken."""
     noted, shares = node.meta.get("dims") or (), state.plan.shares
     at = [i for i, dim in enumerate(noted) if axes.is_sharded(dim, shares)]
-    if len(at) != 1 or sizes.size_of(value.whole[at[0]])[1]:
+    if len(at) != 1:
         raise Refused(SIZE)
-    held = [axes.ranges(noted[at[0]], shares, rank) for rank in range(state.plan.tp)]
-    layout = state.layout(held, value, at[0])
-    if operators.TABLE[call.name] in operators.UNIFORM and not views.is_uniform(call, at[0], layout):
+    tail = _static_tail(noted[at[0]])
+    copies = sizes.divide(sizes.size_of(value.whole[at[0]]), (axes.size(tail) or 0, ()))
+    if copies is None or not axes.is_sharded(tail, shares):
+        raise Refused(SIZE)
+    held = tuple(axes.ranges(tail, shares, rank) for rank in range(state.plan.tp))
+    layout = layout_of(held, axes.size(tail) or 0).repeated(copies)
+    if operators.TABLE[call.name] in operators.UNIFORM and not views.is_uniform(
+        call, at[0], layout
+    ):
         raise Refused(SIZE)
     return state.split(value, Place(at[0], layout))
+
+
+def _static_tail(dim: axes.Dim) -> axes.Dim:
+    """The factors behind the last dynamic one: heads, of batch times heads."""
+    parts = dim.parts if isinstance(dim, axes.Product) else (dim,)
+    dynamic = [i for i, part in enumerate(parts) if axes.size(part) is None]
+    return axes.Product(parts[dynamic[-1] + 1 if dynamic else 0 :])
 
 
 def _check_linear(call: Call, operands: Sequence[Value]) -> None:

@@ -60,7 +60,13 @@ class Layout:
             return None
         starts = range(0, self.before[0] * self.units, self.units)
         return tuple(
-            merged([((i + a) * self.after[0], (i + b) * self.after[0]) for i in starts for a, b in held])
+            merged(
+                [
+                    ((i + a) * self.after[0], (i + b) * self.after[0])
+                    for i in starts
+                    for a, b in held
+                ]
+            )
             for held in self.held
         )
 

@@ -272,6 +272,31 @@ def gather(call: Call) -> Result:
     return Place(x.dim, _layout(x))
 
 
+def index_select(call: Call) -> Result:
+    """Items of one dim, which must be whole."""
+    x = call.input()
+    if position(call.given["dim"], len(x.whole)) == x.dim:
+        raise Refused(f"{call.name} looks up items of a split dim")
+    return Place(x.dim, _layout(x))
+
+
+def convolution(call: Call) -> Result:
+    """Channels may be split where each has a filter of its own, and the batch."""
+    x, weight, bias = (call.value(name) for name in ("input", "weight", "bias"))
+    assert x is not None and weight is not None
+    if len(x.whole) != len(weight.whole):
+        raise Refused(f"{call.name} is known for a batch alone")
+    depthwise = weight.whole[1] == 1 and weight.whole[0] == x.whole[1]
+    for value, names in ((x, (0, 1) if depthwise else (0,)), (weight, (0,))):
+        if value.kind == "S" and value.dim not in names:
+            raise Refused(f"{call.name} mixes the items of a split dim")
+    if weight.kind == "S" and not depthwise and weight.whole[1] != x.whole[1]:
+        raise Refused(f"{call.name} has channels in groups")
+    space = " ".join("k" * (len(x.whole) - 2))
+    text = f"b {'c' if depthwise else 'i'} {space}, c i {space}, c -> b c {space}"
+    return product(text, (x, weight, bias), len(call.out_sizes()))
+
+
 def loss(call: Call) -> Result:
     """A loss of split logits needs autotp.runtime.vocabulary."""
     raise Refused(f"{call.name} mixes the items of a split dim")
@@ -286,12 +311,14 @@ TABLE = _table(
     {
         addmm: "addmm baddbmm",
         attention: "scaled_dot_product_attention",
+        convolution: "conv1d conv2d conv3d",
         create: "empty full new_empty new_full new_ones new_zeros ones zeros scalar_tensor",
         einsum: "einsum",
         embedding: "embedding",
         gather: "gather",
         grouped: "_grouped_mm transformers.grouped_mm_fallback",
         index: "index",
+        index_select: "index_select",
         isin: "isin",
         last: "layer_norm rms_norm",
         like: """_to_copy alias alpha_dropout bernoulli celu contiguous detach detach_ dropout

@@ -45,7 +45,9 @@ class State:
     def split(self, value: Value, place: Place) -> Value:
         """The same value, split, with the rank's shape."""
         if place.layout.size != value.sizes[place.dim]:
-            raise Refused(f"a split dim of {sizes.text(place.layout.size)} items is another size here")
+            raise Refused(
+                f"a split dim of {sizes.text(place.layout.size)} items is another size here"
+            )
         shape, whole = list(value.shape), shapes.example(value.whole[place.dim])
         shape[place.dim] = None if whole is None else place.layout.local(whole, self.rank)
         return replace(value, kind="S", shape=tuple(shape), dim=place.dim, layout=place.layout)

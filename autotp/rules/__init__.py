@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from autotp.rules import creation, embedding, matmul, pointwise, reduction, view
+from autotp.rules import convolution, creation, embedding, matmul, pointwise, reduction, view
 from autotp.rules.context import Context, Dims, Use, Value
 from autotp.rules.notation import name
 
@@ -28,12 +28,14 @@ def _table(families: dict[Rule, str]) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = _table(
     {
+        convolution.convolution: "conv1d conv2d conv3d",
         creation.count: "arange linspace",
         creation.size: "sym_size",
         creation.create: "empty full new_empty new_full new_ones new_zeros ones zeros scalar_tensor",
         embedding.embedding: "embedding",
         embedding.gather: "gather",
         embedding.index: "index",
+        embedding.index_select: "index_select",
         matmul.addmm: "addmm",
         matmul.baddbmm: "baddbmm",
         matmul.einsum: "einsum",

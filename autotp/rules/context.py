@@ -14,6 +14,7 @@ from autotp.sizes import ONE, Size
 from autotp.unify import AxisTable, Factors
 
 Dims: TypeAlias = tuple[Factors, ...]
+# a rule that does not understand a call returns NotImplemented: it is treated as having no rule
 Value: TypeAlias = "Dims | list[Value | None] | None"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
 from autotp.rules.context import Context, Dims, argument, position
@@ -21,8 +23,8 @@ def embedding(ctx: Context, node: Node) -> Dims:
 
 def index(ctx: Context, node: Node) -> Dims:
     """`x[i, :, j]` with tensors: indexed dims need all their items, the others pass."""
-    dims, given = ctx.dims(node.args[0]), node.args[1]
-    assert isinstance(given, (list, tuple))
+    dims = ctx.dims(node.args[0])
+    given: Any = node.args[1]
     places = [i for i, item in enumerate(given) if item is not None]
     for i in places:
         if given[i].meta["val"].dtype.is_floating_point or given[i].meta["val"].dtype.itemsize == 1:
@@ -34,6 +36,14 @@ def index(ctx: Context, node: Node) -> Dims:
     first = places[0] if together else 0
     kept = [dim for i, dim in enumerate(dims) if i not in places]
     return (*kept[:first], *picked, *kept[first:])
+
+
+def index_select(ctx: Context, node: Node) -> Dims:
+    """Items of one dim, chosen by position: that dim needs all its items."""
+    dims, chosen = ctx.dims(node.args[0]), ctx.dims(node.args[2])
+    at = position(argument(node, 1, "dim"), len(dims))
+    ctx.bar([dims[at]], f"{name(node)} looks items up by position")
+    return (*dims[:at], *chosen, *dims[at + 1 :])
 
 
 def gather(ctx: Context, node: Node) -> Dims:

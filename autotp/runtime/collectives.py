@@ -132,7 +132,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result = function.apply(*args)  # type: ignore[no-untyped-call]
+    result = function.apply(*args)
     assert isinstance(result, Tensor)
     return result
 

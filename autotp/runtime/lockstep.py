@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.fx import Graph, map_arg
+from torch.fx import Graph, Node, map_arg
 
 from autotp import pytree
 from autotp.axes import Ranges
@@ -100,10 +100,7 @@ class Lockstep(nn.Module):
         for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
             node, name = nodes[0], nodes[0].name
             assert all((n.op, n.name) == (node.op, name) for n in nodes), "ranks run the same graph"
-            operands = [
-                map_arg((n.args, dict(n.kwargs)), lambda x, env=env: env[x.name])
-                for n, env in zip(nodes, envs, strict=True)
-            ]
+            operands = [_operands(n, env) for n, env in zip(nodes, envs, strict=True)]
             match node.op:
                 case "placeholder":
                     values: list[Any] = [next(values) for values in inputs]
@@ -111,7 +108,7 @@ class Lockstep(nn.Module):
                     values = [_attribute(block, str(node.target)) for block in blocks]
                 case "call_module":
                     inner = [block.get_submodule(str(node.target)) for block in blocks]
-                    values = self._run(inner, node.kwargs["_graph"], [a for a, _ in operands])  # type: ignore[arg-type]
+                    values = self._run(inner, node.kwargs["_graph"], [a for a, _ in operands])
                 case "output":
                     return [args[0] for args, _ in operands]
                 case _:
@@ -121,6 +118,10 @@ class Lockstep(nn.Module):
             for env, value in zip(envs, values, strict=True):
                 env[name] = value
         raise AssertionError("a graph has an output")
+
+
+def _operands(node: Node, env: dict[str, Any]) -> Any:
+    return map_arg((node.args, dict(node.kwargs)), lambda n: env[n.name])
 
 
 def _call(target: Any, operands: Sequence[Any]) -> list[Any]:

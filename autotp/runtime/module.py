@@ -136,7 +136,7 @@ class TensorParallel(Block):
         """Parameters of the whole model."""
         return int(self.skeleton.num_parameters(*args, **kwargs))  # type: ignore[operator]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward."""
         capture, leaves = self.capture_for(args, kwargs)
         if self.debug:

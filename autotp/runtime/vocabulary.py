@@ -7,6 +7,7 @@ computed on split logits, so that O(tokens) numbers cross the network instead of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -214,13 +215,16 @@ def cross_entropy_of_all(calls: list[tuple[Any, ...]]) -> list[Tensor]:
         flat.append(tasks[-1].flat(logits))
     found = _TokensOfAll.apply(tuple(tasks), *flat)
     return [
-        task.reduced(*found[3 * r : 3 * r + 3], _defaults(call[3:])[1]).to(call[0].dtype)
+        task.reduced(found[3 * r], found[3 * r + 1], found[3 * r + 2], _defaults(call[3:])[1]).to(
+            call[0].dtype
+        )
         for r, (task, call) in enumerate(zip(tasks, calls, strict=True))
     ]
 
 
-def _defaults(rest: Any) -> tuple[Tensor | None, int, int, float]:
-    weight, reduction, ignore, smoothing = (*rest, *(None, MEAN, -100, 0.0)[len(rest) :])
+def _defaults(rest: Sequence[Any]) -> tuple[Tensor | None, int, int, float]:
+    defaults: list[Any] = [None, MEAN, -100, 0.0]
+    weight, reduction, ignore, smoothing = [*rest, *defaults[len(rest) :]]
     return weight, reduction, ignore, smoothing
 
 

@@ -195,7 +195,9 @@ def test_parameters_of_all_ranks_add_up() -> None:
 
 def test_a_further_capture_lays_tensors_as_the_first_did() -> None:
     first = stages(small.Transformer(), torch.zeros(2, 5, dtype=torch.long), tp=3).plan
-    again = stages(small.Transformer().eval(), torch.zeros(2, 5, dtype=torch.long), tp=3, layout=first)
+    again = stages(
+        small.Transformer().eval(), torch.zeros(2, 5, dtype=torch.long), tp=3, layout=first
+    )
     assert [t.dims for t in again.plan.tensors] == [t.dims for t in first.tensors]
 
 

@@ -163,8 +163,12 @@ def test_a_parameter_of_another_module_is_handed_in() -> None:
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
             return F.linear(x, weight)
 
-    model = Fn(lambda self, x: self.reads(torch.tanh(self.up(x)), self.down), reads=Reads(),
-               up=nn.Linear(WIDTH, 7), down=(3, 7))
+    model = Fn(
+        lambda self, x: self.reads(torch.tanh(self.up(x)), self.down),
+        reads=Reads(),
+        up=nn.Linear(WIDTH, 7),
+        down=(3, 7),
+    )
     (graph,) = graphs(model)["reads"]
     assert not [n for n in graph.nodes if n.op == "get_attr" and n.target != "group"]
     refill(model.double())

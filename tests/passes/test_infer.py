@@ -31,7 +31,11 @@ def dims(program: Program, found: Inferred, name: str) -> str:
 
 def lettered(text: str) -> str:
     letters: dict[str, str] = {}
-    return "[" + re.sub(r"a\d+", lambda m: letters.setdefault(m[0], "abcdefgh"[len(letters)]), text) + "]"
+    return (
+        "["
+        + re.sub(r"a\d+", lambda m: letters.setdefault(m[0], "abcdefgh"[len(letters)]), text)
+        + "]"
+    )
 
 
 def axes(program: Program, found: Inferred, name: str) -> list[str]:
@@ -89,7 +93,9 @@ def test_a_view_splits_an_axis_and_a_reshape_joins_it_again() -> None:
 def test_a_permutation_carries_axes_along() -> None:
     model = Fn(lambda self, x: (x @ self.w).permute(2, 0, 1).transpose(0, 1), w=(WIDTH, 3))
     program, found = inferred(model)
-    assert axes(program, found, "transpose") == [axes(program, found, "matmul")[i] for i in (0, 2, 1)]
+    assert axes(program, found, "transpose") == [
+        axes(program, found, "matmul")[i] for i in (0, 2, 1)
+    ]
 
 
 def test_batch_and_length_have_no_size() -> None:
@@ -179,7 +185,9 @@ def test_products_and_contractions_are_recorded_with_their_weights() -> None:
     program, found = inferred(small.Mlp())
     gemms = [str(use.operand.target) for use in found.uses if use.kind == "gemm" and use.operand]
     assert gemms == ["up.weight", "down.weight"]
-    contracted = [dim for use, dim in zip(found.uses, found.use_dims, strict=True) if use.kind == "contract"]
+    contracted = [
+        dim for use, dim in zip(found.uses, found.use_dims, strict=True) if use.kind == "contract"
+    ]
     assert [axis.name for dim in contracted for axis in leaves(dim)] == [
         axes(program, found, "up.weight")[1],
         axes(program, found, "down.weight")[1],

@@ -92,7 +92,9 @@ def test_the_factors_of_a_row_product_with_a_bias_are_kept() -> None:
 @pytest.mark.parametrize("make", [small.Mlp, small.BlockQkv, small.NormedAttention])
 def test_nothing_is_inserted_for_one_rank(make: Any) -> None:
     made = stages(make(), tp=1)
-    assert [n.target for n in made.inserted.graph.nodes] == [n.target for n in made.program.graph.nodes]
+    assert [n.target for n in made.inserted.graph.nodes] == [
+        n.target for n in made.program.graph.nodes
+    ]
     assert (made.counts.forward, made.counts.backward, made.counts.gathers) == (0, 0, 0)
 
 
@@ -199,8 +201,11 @@ def test_an_output_that_is_whole_is_not_gathered() -> None:
 
 
 def test_an_input_that_meets_split_values_is_scattered() -> None:
-    model = Fn(lambda self, x, gate: self.down(self.up(x) * gate), up=nn.Linear(WIDTH, 7),
-               down=nn.Linear(7, 3))
+    model = Fn(
+        lambda self, x, gate: self.down(self.up(x) * gate),
+        up=nn.Linear(WIDTH, 7),
+        down=nn.Linear(7, 3),
+    )
     graph = stages(model, values(2, 5, WIDTH), values(2, 5, 7), tp=3).inserted.graph
     (scatter,) = nodes(graph, scatter_to_region)
     assert (str(scatter.args[0]), scatter.args[1]) == ("args_1", 2)

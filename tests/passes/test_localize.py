@@ -166,7 +166,10 @@ def test_splits_in_other_words_compute_the_same(split: str) -> None:
 def test_copies_of_key_heads_are_as_many_on_every_rank() -> None:
     made = stages(small.Grouped("repeat_interleave"), tp=2)
     for rank in range(2):
-        assert [n.args[1] for n in nodes(made.local(rank).graph, "aten.repeat_interleave")] == [2, 2]
+        assert [n.args[1] for n in nodes(made.local(rank).graph, "aten.repeat_interleave")] == [
+            2,
+            2,
+        ]
 
 
 def test_a_repeat_that_makes_a_split_dim_repeats_as_often_as_the_rank_has_units() -> None:
@@ -223,7 +226,9 @@ def test_sizes_that_state_no_split_dim_are_left_alone() -> None:
         ]
 
 
-@pytest.mark.parametrize("make", [small.BlockQkv, small.SlopedAttention, lambda: small.Grouped("expand")])
+@pytest.mark.parametrize(
+    "make", [small.BlockQkv, small.SlopedAttention, lambda: small.Grouped("expand")]
+)
 def test_all_ranks_have_the_same_operators_in_the_same_order(make: Any) -> None:
     made = stages(make(), tp=3)
     shapes = [[(n.op, n.name, str(n.target)) for n in made.local(r).graph.nodes] for r in range(3)]

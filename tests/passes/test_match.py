@@ -117,7 +117,9 @@ def test_two_products_of_one_input_are_no_pair() -> None:
 
 
 def test_a_weight_that_is_transposed_by_hand_is_paired() -> None:
-    model = Fn(lambda self, x: torch.tanh(x @ self.up.T) @ self.down.T, up=(8, WIDTH), down=(WIDTH, 8))
+    model = Fn(
+        lambda self, x: torch.tanh(x @ self.up.T) @ self.down.T, up=(8, WIDTH), down=(WIDTH, 8)
+    )
     assert free(model) == [("mlp", 8, "up", "down")]
 
 
@@ -132,7 +134,9 @@ def test_a_convolution_style_weight_is_paired() -> None:
 
 def test_einsum_is_a_product() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return torch.einsum("bsf,fo->bso", torch.tanh(torch.einsum("bsi,if->bsf", x, self.up)), self.down)
+        return torch.einsum(
+            "bsf,fo->bso", torch.tanh(torch.einsum("bsi,if->bsf", x, self.up)), self.down
+        )
 
     assert free(Fn(forward, up=(WIDTH, 8), down=(8, WIDTH))) == [("mlp", 8, "up", "down")]
 
@@ -157,7 +161,9 @@ def test_a_table_of_positions_is_no_pair() -> None:
 
 
 def test_pairs_are_in_the_order_of_the_graph() -> None:
-    model = nn.Sequential(*(small.Residual(m) for m in (small.BlockQkv(), small.Mlp(), small.Mlp(6))))
+    model = nn.Sequential(
+        *(small.Residual(m) for m in (small.BlockQkv(), small.Mlp(), small.Mlp(6)))
+    )
     kinds = [(kind, units) for kind, units, *_ in free(model)]
     assert kinds == [("attention", HEADS), ("mlp", 8), ("mlp", 6)]
 
