@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.build import build, shared_planner
 from autotp.errors import AutoTPError, GroupError, PlanError, message
 from autotp.examples import Call, example_call, normal_call
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
-from autotp.build import build, shared_planner
 from autotp.runtime.group import Group, resolve_group
 from autotp.runtime.lockstep import Lockstep
 from autotp.runtime.module import TensorParallel
@@ -34,8 +34,8 @@ def plan(
     """What `parallelize` would do for `tp` ranks, and why. Reads no weight, needs no process group.
 
     `example_inputs` show one call: a tuple (positional), a dict (keywords) or (args, kwargs); of
-    tensors only shape and dtype count. Hugging Face models need none. With `plan` (read from JSON) its
-    decisions are kept and the graphs are made for them.
+    tensors only shape and dtype count. Hugging Face models need none. With `plan` (read from JSON)
+    its decisions are kept and the graphs are made for them.
 
     Raises PlanError for a bad tp or missing inputs, CaptureError if the model cannot be captured.
     """
@@ -70,18 +70,19 @@ def parallelize(
     """This rank's part of a model, which computes with its peers what the model computes.
 
     Call it on every rank (under torchrun). Parameters are this rank's shards, under the original
-    names. `tp` is taken from `mesh`, `group` or the world if it is not given; ranks beyond `tp` form
-    further groups of consecutive ranks. The model itself is not changed and can be deleted.
+    names. `tp` is taken from `mesh`, `group` or the world if it is not given; ranks beyond `tp`
+    form further groups of consecutive ranks. The model itself is not changed and can be deleted.
 
-    With `devices`, one for each rank (`["cpu"] * 8`), all ranks run in this process in lockstep, with
-    collectives in memory: no process group, no torchrun.
+    With `devices`, one for each rank (`["cpu"] * 8`), all ranks run in this process in lockstep,
+    with collectives in memory: no process group, no torchrun.
 
     `logits` says what happens to results that are split along the vocabulary: "gather" returns them
     whole, "local" as a `ShardedOutput` with this rank's part and a `gather()`, "auto" is "local" in
     training with a loss (where the gather would cost more than the loss) and "gather" otherwise.
 
     Raises, on every rank alike: PlanError (also a ValueError) for sizes that do not fit, GroupError
-    if there is no process group or the ranks disagree, CaptureError if the model cannot be captured.
+    if there is no process group or the ranks disagree, CaptureError if the model cannot be
+    captured.
     """
     _check_model(model)
     _check_logits(logits)
@@ -111,9 +112,9 @@ def verify(
 ) -> Report:
     """Whether the parallel model computes what the model computes: outputs and every gradient.
 
-    Runs the model and all its ranks in this process, on CPU, on a copy whose constant parameters are
-    refilled (zero biases hide faults), with dropout off. Errors are relative to each tensor's largest
-    value; `limit` is 1e-5 in float32 unless given. `dtype` converts the copy first.
+    Runs the model and all its ranks in this process, on CPU, on a copy whose constant parameters
+    are refilled (zero biases hide faults), with dropout off. Errors are relative to each tensor's
+    largest value; `limit` is 1e-5 in float32 unless given. `dtype` converts the copy first.
     Returns a report that prints as a table; `report.ok`, `report.raise_if_failed()`.
     """
     _check_model(model)

@@ -4,10 +4,10 @@ A dim is a tree over named axes: an `Axis`, a `Product` of dims (major to minor:
 and joins) or a `Sum` of dims (what `split` and `cat` cut and join). The output dim of GPT-2's fused
 query, key and value projection reads `heads0*dim0 + heads0*dim0 + heads0*dim1`.
 
-Sharding is a choice of axes and of their `Bounds`: rank r holds the units bounds[r] to bounds[r + 1].
-Everything else is read off the tree: a dim's local size, and the `ranges` of positions of the full
-dim that the rank's local dim holds, in order. Ranges are invertible, so loading, saving, gathering
-and comparing gradients all use them (uneven shares and fused layouts are not special).
+Sharding is a choice of axes and of their `Bounds`: rank r holds the units bounds[r] to bounds[r +
+1]. Everything else is read off the tree: a dim's local size, and the `ranges` of positions of the
+full dim that the rank's local dim holds, in order. Ranges are invertible, so loading, saving,
+gathering and comparing gradients all use them (uneven shares and fused layouts are not special).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Sum:
         return " + ".join(str(p) for p in self.parts)
 
 
-Dim: TypeAlias = Union[Axis, Product, Sum]
+Dim: TypeAlias = Axis | Product | Sum
 Bounds: TypeAlias = tuple[int, ...]
 Shares: TypeAlias = Mapping[str, Bounds]
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -90,7 +90,8 @@ def is_sharded(dim: Dim, shares: Shares) -> bool:
 
 
 def is_mixed(dim: Dim, shares: Shares) -> bool:
-    """Whether the dim lays sharded parts beside whole ones; no placement describes such a tensor."""
+    """Whether the dim lays sharded parts beside whole ones; no placement describes such a
+    tensor."""
     match dim:
         case Axis():
             return False

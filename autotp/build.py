@@ -13,11 +13,11 @@ from autotp import pytree
 from autotp.examples import Call
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
+from autotp.program import Program, Signature
 from autotp.runtime.block import Block
 from autotp.runtime.group import Group
-from autotp.program import Program, Signature
-from autotp.runtime.outputs import is_cache
 from autotp.runtime.module import Capture, TensorParallel
+from autotp.runtime.outputs import is_cache
 from autotp.runtime.weights import shard
 
 Planner: TypeAlias = Callable[[TensorParallel, tuple[Any, ...], dict[str, Any]], Plan]

@@ -15,7 +15,8 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def example_call(model: nn.Module, example_inputs: Any) -> Call:
-    """(args, kwargs) of one call. A tuple is positional, a dict is keywords, (args, kwargs) is both."""
+    """(args, kwargs) of one call. A tuple is positional, a dict is keywords, (args, kwargs) is
+    both."""
     if example_inputs is None:
         return _derived(model)
     if isinstance(example_inputs, torch.Tensor):

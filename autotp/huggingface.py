@@ -28,8 +28,8 @@ def register_caches() -> None:
 def face_of(skeleton: nn.Module, forward: Callable[..., Any], like: nn.Module) -> Any:
     """The skeleton as a model that computes with `forward`: for `generate` and what goes with it.
 
-    It has the original's configuration and methods, and the device and dtype of `like`; of weights it
-    has shapes only.
+    It has the original's configuration and methods, and the device and dtype of `like`; of weights
+    it has shapes only.
     """
 
     class Face(type(skeleton)):  # type: ignore[misc]

@@ -5,7 +5,8 @@ R  the same on every rank, but used differently: its gradient is a partial sum (
 S  each rank holds its part of one dim: `S(2: heads0*64)`
 P  each rank holds a summand (partial)
 
-The four meet only in f (I to R), g (P to I), and the gather and scatter of borders (S to I, I to S).
+The four meet only in f (I to R), g (P to I), and the gather and scatter of borders (S to I, I to
+S).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Plan: what is sharded over the ranks, how, and why the rest is not. Text, JSON and graphs of it."""
+"""Plan: what is sharded over the ranks, how, and why the rest is not. Text, JSON and graphs of
+it."""
 
 from __future__ import annotations
 
@@ -286,7 +287,8 @@ def _text(plan: Plan) -> list[str]:
     gathers = f", {counts.gathers} to gather outputs" if counts.gathers else ""
     gathers = (f", {counts.loss} small ones of the loss" if counts.loss else "") + gathers
     lines.append(
-        f"all-reduces per call: {counts.forward} forward (g), {counts.backward} backward (f){gathers}"
+        f"all-reduces per call: {counts.forward} forward (g), "
+        f"{counts.backward} backward (f){gathers}"
     )
     sizes = [plan.parameters(rank) for rank in range(plan.tp)]
     total = sum(torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter")

@@ -1,4 +1,5 @@
-"""Program: a captured model as data. The graph, what its values are, and how the model is called."""
+"""Program: a captured model as data. The graph, what its values are, and how the model is
+called."""
 
 from __future__ import annotations
 

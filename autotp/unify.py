@@ -1,7 +1,8 @@
 """Unification of dims: the table in which inference finds out which dims are the same.
 
 While the graph is walked a dim is a tuple of axis numbers, major to minor (the empty tuple is a dim
-of size 1). An axis is a leaf, or bound to a product of axes (a view split it), or to a sum of dims (a
+of size 1). An axis is a leaf, or bound to a product of axes (a view split it), or to a sum of dims
+(a
 `split` or `cat` cut it). Unifying two dims refines both until their axes agree. Where they cannot
 agree, all their axes are barred with the reason: unknown means replicated.
 """

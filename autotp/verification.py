@@ -1,8 +1,8 @@
 """verify: a model and all ranks of its parallel form, side by side in one process.
 
-The proof that a user runs: outputs and every parameter's gradient against the original's, on weights
-where faults show (zero biases hide a bias that is added twice), on a laptop. When something differs
-the graphs are run again node by node and the first value that is wrong is named.
+The proof that a user runs: outputs and every parameter's gradient against the original's, on
+weights where faults show (zero biases hide a bias that is added twice), on a laptop. When
+something differs the graphs are run again node by node and the first value that is wrong is named.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     python benchmarks/coverage.py --only llama t5       # these, anew
     python benchmarks/coverage.py --write               # docs/coverage.md from the results
 
-For every type: a small model with salted weights, `autotp.verify` (outputs and all gradients against
-the original's) for 2 and 3 ranks in one process, and what the plan splits. Each model runs in a
-process of its own with a time limit. Results are lines of JSON; a type that has one is passed over.
+For every type: a small model with salted weights, `autotp.verify` (outputs and all gradients
+against the original's) for 2 and 3 ranks in one process, and what the plan splits. Each model runs
+in a process of its own with a time limit. Results are lines of JSON; a type that has one is passed
+over.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     python benchmarks/plan_time.py              # 12, 24 and 48 layers of GPT-2 XL's width
     python benchmarks/plan_time.py --layers 72 --hidden 3072 --heads 32 --repeat 1
 
-Each pair is timed in turn on one model on the meta device (no weights), in CPU seconds of this process,
-since wall time on a shared machine says little. `export` is `torch.export` alone with the same arguments;
-`plan` is all of `autotp.plan`: capture, inference, matching, choice, insertion. `rank` is one rank's
-graph on top: localised and checked.
+Each pair is timed in turn on one model on the meta device (no weights), in CPU seconds of this
+process, since wall time on a shared machine says little. `export` is `torch.export` alone with the
+same arguments;
+`plan` is all of `autotp.plan`: capture, inference, matching, choice, insertion. `rank` is one
+rank's graph on top: localised and checked.
 """
 
 from __future__ import annotations

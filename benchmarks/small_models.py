@@ -1,8 +1,9 @@
 """A small valid model of any Hugging Face type, with all its structural features kept.
 
 Sizes are found in a default configuration by the names of its attributes and shrunk alike: 6 heads,
-3 key heads where the type has grouped queries, two layers of each kind of layer, 4 experts, a sliding
-window shorter than the example. What cannot be known from a name stands in `OVERRIDES`, as data.
+3 key heads where the type has grouped queries, two layers of each kind of layer, 4 experts, a
+sliding window shorter than the example. What cannot be known from a name stands in `OVERRIDES`, as
+data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A model and example inputs become a Program: an ATen graph with shapes, on the meta device.
 
 before  model(input_ids=..., labels=...)
-after   %linear : f32[s0, s1, 192] = torch.ops.aten.linear.default(%layer_norm, %qkv.weight, %qkv.bias)
+after   %linear : f32[s0, s1, 192] = torch.ops.aten.linear.default(%layer_norm, %qkv.weight,
+%qkv.bias)
 
 `torch.export` (non-strict, training IR, not decomposed) traces a copy without storage, so no weight
 is copied or run. Batch and sequence stay dynamic. Checks of dtypes and devices that export inserts,
@@ -140,7 +141,7 @@ def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise CaptureError(
             message(
                 f"torch.export cannot capture {type(skeleton).__name__}",
-                values=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                values=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
                 because=_where(error, skeleton),
                 try_="example_inputs that take the path you train or run; control flow must not "
                 "depend on tensor values",

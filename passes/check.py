@@ -4,13 +4,14 @@ accepted  %f : R = copy_to_region(%x)                   %x is I, and may get a g
           %up : S(1: 0:4 | 4:8) = linear(%f, up.weight)     up.weight is S(0: 0:4 | 4:8)
           %down : P = linear(%up, down.weight)            down.weight is S(1: 0:4 | 4:8)
           %g : I = reduce_from_region(%down)
-rejected  gelu(%down)                                   a partial sum enters an operator that is not ...
+rejected  gelu(%down)                                   a partial sum enters an operator that is
+not ...
 
 Every value is typed anew as I, R, S or P (see autotp.placement), from what the ranks hold of each
 parameter and from what operators do; nothing that the rewriting passes noted is believed. (Along a
-dim of a new tensor of uniform values any split is right; there alone the noted one is taken.) Between
-them the ranks hold every row of a split tensor once. Operators are run on meta tensors of the rank's
-sizes, so that each size literal is tried. What operators do is in `autotp.proof`.
+dim of a new tensor of uniform values any split is right; there alone the noted one is taken.)
+Between them the ranks hold every row of a split tensor once. Operators are run on meta tensors of
+the rank's sizes, so that each size literal is tried. What operators do is in `autotp.proof`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ LEAVES = {
 
 
 def check(program: Program, plan: Plan, *, rank: int) -> None:
-    """Raise CheckError, with the node, its source line and the rule, unless the program is proved."""
+    """Raise CheckError, with the node, its source line and the rule, unless the program is
+    proved."""
     captured = plan.stages[0][1].graph.nodes if plan.stages else ()
     state = State(plan, rank, {node.name: node for node in captured})
     places = {name: _place(name, program, plan) for name in program.tensors}

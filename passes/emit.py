@@ -1,4 +1,5 @@
-"""One flat graph becomes a graph for every module call, so that the result has the model's hierarchy.
+"""One flat graph becomes a graph for every module call, so that the result has the model's
+hierarchy.
 
 before  %linear_7 = linear(%f, h.1.mlp.up.weight)     calls: h.1, h.1.mlp, h.1.mlp.up
 after   h.1.mlp.up:  linear = linear(f, self.weight)

@@ -4,7 +4,8 @@ before  %linear : f32[b, s, 192] = linear(%x, %qkv.weight, %qkv.bias)
 after   [batch, seq, heads0*dim0 + heads0*dim0 + heads0*dim1]
 
 The graph is walked once, and each operator's rule unifies the dims of its operands and results. An
-operator without a rule bars every axis that it touches. This is an analysis: the graph is not changed.
+operator without a rule bars every axis that it touches. This is an analysis: the graph is not
+changed.
 """
 
 from __future__ import annotations

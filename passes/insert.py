@@ -1,5 +1,5 @@
-"""f and g are in the graph: replicated values enter sharded computation through f, partial sums leave
-through g.
+"""f and g are in the graph: replicated values enter sharded computation through f, partial sums
+leave through g.
 
 before  %up : linear(%x, up.weight, up.bias)          columns of up.weight sharded
         %down : linear(%gelu, down.weight, down.bias)   rows of down.weight sharded
@@ -9,10 +9,10 @@ after   %f : copy_to_region(%x)
         %g : reduce_from_region(%down)
         %add : add(%g, down.bias)
 
-One f for each value however many operators read it, on parameters too (a scale that all heads share).
-The bias of a row-parallel product is added once, after g. Sharded results are gathered where they
-leave the module; inputs and counted positions (`arange`) enter by the rank's own part. Random
-operators draw from the stream of their placement. Every value gets `meta["dims"]` and
+One f for each value however many operators read it, on parameters too (a scale that all heads
+share). The bias of a row-parallel product is added once, after g. Sharded results are gathered
+where they leave the module; inputs and counted positions (`arange`) enter by the rank's own part.
+Random operators draw from the stream of their placement. Every value gets `meta["dims"]` and
 `meta["placement"]`. The graph is the same on every rank; sizes are still the whole ones.
 """
 
@@ -52,8 +52,8 @@ def insert(
 ) -> tuple[Program, Collectives]:
     """Insert the collectives that a plan needs; also says how many a call issues.
 
-    Results split along the vocabulary are gathered ("gather"), stay split ("local"), or stay split in
-    training with a loss ("auto"). Caches stay split.
+    Results split along the vocabulary are gathered ("gather"), stay split ("local"), or stay split
+    in training with a loss ("auto"). Caches stay split.
     """
     rewriter = _Insert(program, inferred, plan, logits)
     note = (
@@ -117,7 +117,8 @@ class _Insert:
         return any(_sharded(self._dims[n], self._shares) for n in (node, *node.all_input_nodes))
 
     def _where_f_goes(self, nodes: Sequence[Node]) -> tuple[set[Node], set[Node]]:
-        """Values that enter through f, and views behind f that stay replicated (moved up to share it)."""
+        """Values that enter through f, and views behind f that stay replicated (moved up to share
+        it)."""
         entries: set[Node] = set()
         for node in nodes:
             if node in self._inside:

@@ -29,7 +29,8 @@ aten = torch.ops.aten
 
 
 def localize(program: Program, plan: Plan, *, rank: int, shapes: bool = False) -> Program:
-    """The program of one rank; with `shapes` the values' example shapes are local too, for reading."""
+    """The program of one rank; with `shapes` the values' example shapes are local too, for
+    reading."""
     graph, new = Graph(), dict[Node, Node]()
     for node in program.graph.nodes:
         made = graph.node_copy(node, lambda n: new[n])
@@ -57,18 +58,24 @@ def _rewrite(graph: Graph, old: Node, node: Node, shares: Shares, rank: int) -> 
     rule, dims = rule_for(node), node.meta.get("dims")
     if node.target is aten.squeeze.default:  # a local size of 1 must not vanish
         before = old.args[0].meta["val"].shape  # type: ignore[union-attr]
-        ones = [i for i, size in enumerate(before) if isinstance(size, int) and size == 1]
+        ones = [i for i, count in enumerate(before) if isinstance(count, int) and count == 1]
         node.target, node.args = aten.squeeze.dims, (node.args[0], ones)
     elif rule in (view.regroup, view.expand, creation.create):
         _shape(graph, old, node, dims, shares, rank)
     elif rule is view.split:
         _split(node, dims, shares, rank)
     elif rule is view.slice_:
-        _slice(node, old.args[0].meta["dims"], shares, rank)  # type: ignore[union-attr]
+        _slice(node, _operand_dims(old), shares, rank)
     elif rule is convolution.convolution:
         _convolution(node, dims, shares, rank)
     elif rule in (view.repeat, view.repeat_interleave):
-        _repeat(graph, node, old.args[0].meta["dims"], dims, shares, rank)  # type: ignore[union-attr]
+        _repeat(graph, node, _operand_dims(old), dims, shares, rank)
+
+
+def _operand_dims(node: Node) -> Any:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source.meta["dims"]
 
 
 def _shape(graph: Graph, old: Node, node: Node, dims: Any, shares: Shares, rank: int) -> None:
@@ -88,17 +95,17 @@ def _shape(graph: Graph, old: Node, node: Node, dims: Any, shares: Shares, rank:
 
 def _sizes(graph: Graph, node: Node, given: Any, dims: Any, shares: Shares, rank: int) -> list[Any]:
     result: list[Any] = []
-    for size, dim in zip(given, dims, strict=True):
-        if not is_sharded(dim, shares) or (isinstance(size, int) and size == -1):
-            result.append(size)
+    for literal, dim in zip(given, dims, strict=True):
+        if not is_sharded(dim, shares) or (isinstance(literal, int) and literal == -1):
+            result.append(literal)
             continue
         here = local_size(dim, shares, rank)
         if here is not None:
             result.append(here)
             continue
         pair = ratio(dim, shares, rank)
-        assert pair is not None and isinstance(size, Node), f"{node}: no local size of {dim}"
-        result.append(_scaled(graph, node, size, *pair))
+        assert pair is not None and isinstance(literal, Node), f"{node}: no local size of {dim}"
+        result.append(_scaled(graph, node, literal, *pair))
     return result
 
 

@@ -1,12 +1,13 @@
-"""Every axis that matrix products make and contract is a GEMM pair, with the reason if it is barred.
+"""Every axis that matrix products make and contract is a GEMM pair, with the reason if it is
+barred.
 
 before  heads0: columns of qkv.weight, batch of an attention, contracted with out.weight
 after   GemmPair(kind="attention", columns=("qkv.weight",), rows=("out.weight",))
 
 A pair is a fact about an axis, not a pattern of nodes: some products with a parameter produce the
 axis (column-parallel), others contract it (row-parallel; Shoeybi et al. 2019, section 3). What lies
-between does not matter, as long as no operator barred the axis. The vocabulary is the third pair: the
-head produces it, and the embedding table is looked up along it.
+between does not matter, as long as no operator barred the axis. The vocabulary is the third pair:
+the head produces it, and the embedding table is looked up along it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""All ranks of a model in one process, and the comparison with the model itself that tests rely on."""
+"""All ranks of a model in one process, and the comparison with the model itself that tests rely
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may import what, what `import autotp` brings along, and that no pass names an architecture."""
+"""What may import what, what `import autotp` brings along, and that no pass names an
+architecture."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ARCHITECTURES = re.compile(
 
 
 def imports(path: Path) -> Iterator[tuple[str, str, int]]:
-    """(module, name, line) of every import, wherever it stands; name is empty for `import module`."""
+    """(module, name, line) of every import, wherever it stands; name is empty for `import
+    module`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", node.lineno) for alias in node.names)

@@ -125,7 +125,8 @@ def _check_linear(call: Call, operands: Sequence[Value]) -> None:
 
 
 def _check_f(operands: Sequence[Value], results: Any) -> None:
-    """A value that is the same on all ranks enters a region through f, and only there goes through f."""
+    """A value that is the same on all ranks enters a region through f, and only there goes through
+    f."""
     made = [value for value in flat(results) if value.grad]
     if made and any(value.kind == "I" and value.grad for value in operands):
         if any(value.kind != "I" for value in made):

@@ -1,9 +1,10 @@
 """Layout: which positions of a split dim each rank holds, in a form in which equal means equal.
 
-A dim of `before * units * after` items is nested in this order. Of every run of `units` a rank holds
-the same ranges, and of each unit all `after` items. The form is canonical: `units` is as small as can
-be, so two layouts are equal exactly if every rank holds the same positions, and a view may cut a dim
-inside `before` or `after` but never inside `units`. Axes' names and trees play no part.
+A dim of `before * units * after` items is nested in this order. Of every run of `units` a rank
+holds the same ranges, and of each unit all `after` items. The form is canonical: `units` is as
+small as can be, so two layouts are equal exactly if every rank holds the same positions, and a
+view may cut a dim inside `before` or `after` but never inside `units`. Axes' names and trees play
+no part.
 """
 
 from __future__ import annotations

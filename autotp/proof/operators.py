@@ -1,9 +1,10 @@
-"""Where a split dim of an operand is in the result: one small function for each family of operators.
+"""Where a split dim of an operand is in the result: one small function for each family of
+operators.
 
 A function is called if an operand is split. It returns where the result is split (None if it is
-whole), PARTIAL if the split dim was summed over, or a list of those; it raises Refused where the ranks' results would not be
-parts of the whole one. An operator that is not in the table, and that torch does not tag as pointwise,
-takes no split operands.
+whole), PARTIAL if the split dim was summed over, or a list of those; it raises Refused where the
+ranks' results would not be parts of the whole one. An operator that is not in the table, and that
+torch does not tag as pointwise, takes no split operands.
 """
 
 from __future__ import annotations
@@ -359,7 +360,10 @@ LINEAR = {
     name
     for name, rule in TABLE.items()
     if rule.__module__ == views.__name__ and rule is not views.pad
-} | {f"aten.{op}" for op in "_to_copy add alias clone contiguous neg sub sum to".split()}
+} | {
+    f"aten.{op}"
+    for op in ["_to_copy", "add", "alias", "clone", "contiguous", "neg", "sub", "sum", "to"]
+}
 SCALED = {"aten.div", "aten.mul"}  # linear in a partial sum if the other operand is a number
 
 

@@ -1,7 +1,7 @@
 """Local shapes, by running operators on meta tensors of the rank's sizes.
 
-So every size literal of a graph is tried: of views, splits, slices, repeats, new tensors. Layers that
-are alike share results. Dtypes play no part, so autocast does not disturb.
+So every size literal of a graph is tried: of views, splits, slices, repeats, new tensors. Layers
+that are alike share results. Dtypes play no part, so autocast does not disturb.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def outcome(
 ) -> list[Shape] | None:
     """Shapes of an operator's results; None if they cannot be known without data.
 
-    Raises RuntimeError (or another error of the operator) if it does not take operands of this size.
+    Raises RuntimeError (or another error of the operator) if it does not take operands of this
+    size.
     """
     try:
         given = (_encoded(args, values), _encoded(sorted(kwargs.items()), values))

@@ -101,7 +101,8 @@ def split(call: Call) -> Result:
 
 
 def slice_(call: Call) -> Result:
-    """A slice. Its borders are the rank's; where they lie in the whole says the captured program."""
+    """A slice. Its borders are the rank's; where they lie in the whole says the captured
+    program."""
     x = call.input()
     rank, given = len(x.whole), call.given
     if position(given["dim"], rank) != x.dim:

@@ -1,4 +1,5 @@
-"""Rules of convolutions: spatial dims are mixed, channels pass where each has a filter of its own."""
+"""Rules of convolutions: spatial dims are mixed, channels pass where each has a filter of its
+own."""
 
 from __future__ import annotations
 

@@ -109,9 +109,11 @@ def select(ctx: Context, node: Node) -> Dims:
     dims = ctx.dims(node.args[0])
     at, item = position(argument(node, 1, "dim"), len(dims)), argument(node, 2, "index")
     count, symbols = ctx.table.size(dims[at])
-    if not isinstance(item, int) or symbols:
-        ctx.bar([dims[at]], f"{name(node)} picks one item of it")
-    elif _sliced(ctx, dims[at], position(item, count), 1, 1) is None:
+    if (
+        not isinstance(item, int)
+        or symbols
+        or _sliced(ctx, dims[at], position(item, count), 1, 1) is None
+    ):
         ctx.bar([dims[at]], f"{name(node)} picks one item of it")
     return dims[:at] + dims[at + 1 :]
 

@@ -1,4 +1,5 @@
-"""Block: what every module of the original becomes. Parameters under their names, and code per call."""
+"""Block: what every module of the original becomes. Parameters under their names, and code per
+call."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Code:
 class Block(nn.Module):
     """One module of the original model, with this rank's shards.
 
-    `forward` takes the values that flow into the module in the captured graph; the caller's code says
-    which of the captured graphs it wants.
+    `forward` takes the values that flow into the module in the captured graph; the caller's code
+    says which of the captured graphs it wants.
     """
 
     def __init__(self, kind: str, note: str = "") -> None:

@@ -1,8 +1,8 @@
 """All ranks in one process: the emitted graphs of every rank, run node by node in lockstep.
 
 There is no second implementation: the graphs are those that ranks run under torchrun. Only the
-collectives are others: they take the values of all ranks at once, in memory, and are differentiable,
-so one `loss.backward()` computes every rank's gradients.
+collectives are others: they take the values of all ranks at once, in memory, and are
+differentiable, so one `loss.backward()` computes every rank's gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""TensorParallel: the rank's model. The original's hierarchy, names, call forms and output classes."""
+"""TensorParallel: the rank's model. The original's hierarchy, names, call forms and output
+classes."""
 
 from __future__ import annotations
 
@@ -174,7 +175,7 @@ class TensorParallel(Block):
                 message(
                     "this cache was not made by this model",
                     values=f"{len(places)} tensors, the model returns {len(self.cache_layout)}",
-                    because="a cache holds this rank's heads only, so it comes from an earlier call",
+                    because="a cache holds this rank's heads only: it comes from an earlier call",
                     try_="start with an empty cache, and pass on what the model returned",
                 )
             )

@@ -2,8 +2,8 @@
 
 Logits beside a loss in training: gathering them would cost what the split loss saved, so it is done
 only where it is asked for, by every rank (`logits.gather()`). Anything else that reads them raises
-an error that says so; a value that gathered itself when it is first read would hang if one rank alone
-reads it. Key and value caches hold each rank's heads and are passed back as they are.
+an error that says so; a value that gathered itself when it is first read would hang if one rank
+alone reads it. Key and value caches hold each rank's heads and are passed back as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def is_cache(kind: type) -> bool:
 
 
 class ShardedOutput:
-    """A result of which each rank holds a part: `local`. `gather()` makes it whole on every rank."""
+    """A result of which each rank holds a part: `local`. `gather()` makes it whole on every
+    rank."""
 
     def __init__(self, local: Tensor, where: LocalOutput, group: Group) -> None:
         self.local = local
@@ -79,7 +80,7 @@ class ShardedOutput:
             message(
                 "the logits of a training step with a loss are split over the ranks",
                 values=how,
-                because="gathering them would cost more than the loss, and must happen on all ranks",
+                because="a gather would cost more than the loss, and must happen on all ranks",
                 try_="output.logits.gather() on every rank, or parallelize(..., logits='gather')",
             )
         )

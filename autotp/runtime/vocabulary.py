@@ -1,7 +1,8 @@
 """Operators on a vocabulary that is split over the ranks: embedding lookup and cross entropy.
 
-As in Megatron (Shoeybi et al. 2019, section 3): a rank looks up the rows that it owns, and the loss is
-computed on split logits, so that O(tokens) numbers cross the network instead of O(tokens x vocabulary).
+As in Megatron (Shoeybi et al. 2019, section 3): a rank looks up the rows that it owns, and the
+loss is computed on split logits, so that O(tokens) numbers cross the network instead of O(tokens x
+vocabulary).
 `rows[r]` is the contiguous range of rank r; ranges may differ in length and are never padded.
 """
 
@@ -26,7 +27,8 @@ NONE, MEAN, SUM = 0, 1, 2
 def embedding(
     weight: Tensor, index: Tensor, rows: Rows, padding_idx: int = -1, *, group: Group
 ) -> Tensor:
-    """Rows of a split table: zero where another rank owns the row, so the sum over ranks is the result.
+    """Rows of a split table: zero where another rank owns the row, so the sum over ranks is the
+    result.
 
     `weight` [rows of this rank, features], `index` [...] of global rows. Raises IndexError on every
     rank for an index outside the table (on CPU, as the unsharded operator).
@@ -51,7 +53,8 @@ def cross_entropy(
     *,
     group: Group,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits whose classes are split; the same on every rank.
+    """`torch.nn.functional.cross_entropy` of logits whose classes are split; the same on every
+    rank.
 
     `logits` [tokens, local classes], or [batch, local classes, ...]; `target` holds global classes.
     Exchanges the maximum, then the sum of exponentials and the target's logit: one all-reduce of
@@ -115,7 +118,8 @@ class Task:
         return torch.logsumexp(x, 1), torch.stack(sums)
 
     def outputs(self, lse: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Per token: negative log likelihood, its sum over classes, target's weight; total weight."""
+        """Per token: negative log likelihood, its sum over classes, target's weight; total
+        weight."""
         ones = torch.ones_like(lse)
         weights, total = (
             (sums[-2], sums[-1]) if self.weight is not None else (ones, ones * self.classes)

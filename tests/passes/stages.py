@@ -22,7 +22,6 @@ from passes.localize import localize
 from passes.match import GemmPair, match
 from tests.small import WIDTH
 
-
 _CAPTURED: dict[str, Program] = {}
 
 
@@ -50,8 +49,8 @@ def values(*shape: int) -> torch.Tensor:
 def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Program:
     """The program of a model in float64; one stream of values [2, 6, WIDTH] if no example is given.
 
-    Captures of equal models of `tests.small` are kept: capture is what costs time, and passes do not
-    change programs.
+    Captures of equal models of `tests.small` are kept: capture is what costs time, and passes do
+    not change programs.
     """
     given = args if args or kwargs else (values(2, 6, WIDTH),)
     if not type(model).__module__.endswith("tests.small") or kwargs:

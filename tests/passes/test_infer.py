@@ -24,7 +24,8 @@ def inferred(model: nn.Module, *args: Any) -> tuple[Program, Inferred]:
 
 
 def dims(program: Program, found: Inferred, name: str) -> str:
-    """The dims of the value or tensor of this name: `[a, b*c]`, axes lettered as they first occur."""
+    """The dims of the value or tensor of this name: `[a, b*c]`, axes lettered as they first
+    occur."""
     node = next(n for n in program.graph.nodes if name in (n.name, str(n.target)))
     return lettered(", ".join(str(dim) for dim in found.dims[node]))
 
