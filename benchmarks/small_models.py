@@ -69,9 +69,29 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"image_size", 16),
     (r"patch_size", 8),
 )
+LAYER_COUNT = r"num_hidden_layers|n_layers?|num_layers|num_blocks"
 # per type: what the names do not tell
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_key_value_heads": HEADS},
+    "bamba": {"mamba_n_heads": HEADS, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_key_value_heads": HEADS, "num_experts_per_tok": 2},
+    "diffllama": {"num_key_value_heads": 2},
+    "dory": {
+        "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3
+    },
+    "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        "mamba_n_heads": HEADS, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"qk_head_dim": 16},
+    "mamba2": {"head_dim": 16, "num_heads": HEADS, "n_groups": 2},
+    "nemotron": {"num_key_value_heads": KV_HEADS},
+    "nemotron_h": {"n_groups": 2, "mamba_num_heads": HEADS, "mamba_head_dim": 16},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "deepseek_v3": {"num_key_value_heads": HEADS},
     "codegen": {"n_head": 8, "n_embd": 64},
     "gpt_neo": {
@@ -95,7 +115,8 @@ def small_model(kind: str) -> nn.Module:
     config = small_config(CONFIG_MAPPING[config_type], config_type)
     wanted = model_class.config_class
     if wanted is not None and not isinstance(config, wanted):
-        config = next(c for c in vars(config).values() if isinstance(c, wanted))
+        nested = (c for c in vars(config).values() if isinstance(c, wanted))
+        config = next(nested, None) or small_config(wanted, wanted.model_type)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and hasattr(config, "is_decoder"):
         config.is_decoder = True
     model = model_class(config).float()
@@ -130,23 +151,36 @@ def small_config(config_class: Any, kind: str = "") -> Any:
 
 
 def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
-    kinds = values.get("layer_types")
+    """Top-level values made small; nested dicts are made anew or fit any size (rotary parameters)."""
     grouped = values.get("kv_lora_rank") is None
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in ("transformers_version", "model_type", "_name_or_path", "architectures"):
-            continue
-        if isinstance(value, dict):
-            continue  # nested configurations are made anew, rotary parameters fit any size
-        result[name] = _value(name, value, grouped)
-    if isinstance(kinds, list) and kinds:
-        kept = list(dict.fromkeys(kinds))
-        kept = kept if len(kept) > 1 else kept * LAYERS
-        result["layer_types"] = kept
-        for name in result:
-            if re.fullmatch(r"num_hidden_layers|n_layers?|num_layers", name):
-                result[name] = len(kept)
+    skipped = ("transformers_version", "model_type", "_name_or_path", "architectures")
+    counts = {n: v for n, v in values.items() if re.fullmatch(LAYER_COUNT, n) and v}
+    lists = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (list, tuple)) and value and len(value) in counts.values()
+    }
+    result = {
+        name: _value(name, value, grouped)
+        for name, value in values.items()
+        if name not in skipped and not isinstance(value, dict)
+    }
+    if lists:
+        kept = _layers_of_each_kind(list(lists.values()))
+        for name, value in lists.items():
+            result[name] = [_value(name.removesuffix("_per_layer"), value[i], grouped) for i in kept]
+        for name in counts:
+            result[name] = len(kept)
     return result
+
+
+def _layers_of_each_kind(lists: list[Any]) -> list[int]:
+    """The first layer of each kind that per-layer lists tell apart, four at most; two if all are alike."""
+    kinds: dict[str, int] = {}
+    for index, kind in enumerate(zip(*lists, strict=False)):
+        kinds.setdefault(repr(kind), index)
+    kept = sorted(kinds.values())[:4]
+    return kept if len(kept) > 1 else [0, 1]
 
 
 def _value(name: str, value: Any, grouped: bool) -> Any:

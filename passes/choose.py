@@ -16,11 +16,24 @@ from typing import Any
 
 from torch.fx import Node
 
-from autotp.axes import Axis, Dim, Shares, balanced, is_mixed, leaves, overlap, ranges, substitute
+from autotp.axes import (
+    Axis,
+    Dim,
+    Shares,
+    balanced,
+    is_mixed,
+    is_sharded,
+    leaves,
+    overlap,
+    ranges,
+    size,
+    substitute,
+)
 from autotp.errors import PlanError, message
 from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
+from autotp.rules import creation, rule_for
 from autotp.unify import Bar
 from passes.infer import Inferred
 from passes.match import GemmPair
@@ -89,10 +102,18 @@ def _refusal(
     if pair.units < tp:
         return f"it has {pair.units} units, fewer than tp={tp}"
     tried = {**shares, pair.axis: ()}
-    for _, dims in values[pair.axis]:
+    for node, dims in values[pair.axis]:
+        if _at_border(node) and any(size(d) is None and is_sharded(d, tried) for d in dims):
+            return "it enters or leaves the module inside a dim of dynamic size"
         if sum(_overlap_count(dim, tried) for dim in dims) > 1:
             return "the tensor is split by another axis already"
     return None
+
+
+def _at_border(node: Node) -> bool:
+    """Whether the rank takes or gives its own part of a whole value here."""
+    leaves_module = any(user.op == "output" for user in node.users)
+    return node.op == "placeholder" or leaves_module or rule_for(node) is creation.count
 
 
 def _overlap_count(dim: Dim, shares: Shares) -> int:
@@ -201,7 +222,7 @@ def _tensors(
     nodes = {str(n.target): n for n in program.graph.nodes if n.op == "get_attr"}
     result = []
     for name, spec in program.tensors.items():
-        dims: tuple[Dim, ...] = tuple(Axis(str(size), size) for size in spec.shape)
+        dims: tuple[Dim, ...] = tuple(Axis(str(n), n) for n in spec.shape)
         if name in nodes:
             found = inferred.dims[nodes[name]]
             dims = tuple(

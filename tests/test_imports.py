@@ -85,7 +85,8 @@ def test_the_calls_of_autotp_import_neither_transformers_nor_networkx() -> None:
 def test_planning_imports_no_transformers() -> None:
     statement = (
         "import autotp\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))\n"
+        "one, two = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)\n"
+        "model = torch.nn.Sequential(one, torch.nn.ReLU(), two)\n"
         "print(autotp.plan(model, tp=2, example_inputs=(torch.ones(2, 4),)).fingerprint)"
     )
     found = loaded(statement)
@@ -96,8 +97,9 @@ def test_importing_autotp_patches_nothing() -> None:
     code = """
 import torch, torch.nn.functional, torch.distributed, torch.fx, torch.export
 from torch.utils import _pytree
-watched = [torch, torch.nn, torch.nn.functional, torch.nn.Module, torch.Tensor, torch.fx, torch.ops.aten,
-           torch.distributed, torch.export, torch.autograd, torch.fx.Graph, torch.fx.Node, _pytree]
+watched = [torch, torch.nn, torch.nn.functional, torch.nn.Module, torch.Tensor, torch.ops.aten,
+           torch.fx, torch.fx.Graph, torch.fx.Node, torch.distributed, torch.export,
+           torch.autograd, _pytree]
 before = [{k: id(v) for k, v in vars(m).items()} for m in watched]
 import autotp
 autotp.plan, autotp.parallelize, autotp.verify, autotp.Plan

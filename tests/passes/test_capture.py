@@ -49,8 +49,9 @@ def test_inputs_that_the_model_adds_have_one_symbol_for_one_size() -> None:
     assert one == other
 
 
-def test_two_arguments_that_are_the_same_tensor_stay_two_inputs() -> None:
-    x = values(2, WIDTH)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_two_arguments_that_are_the_same_tensor_stay_two_inputs(device: str) -> None:
+    x = values(2, WIDTH).to(device)
     program = captured(Fn(lambda self, x, y: (x @ self.w, y * 2), w=(WIDTH, 3)), x, x)
     assert len(inputs(program)) == len(program.signature.inputs) == 2
     first, second = (n for n in program.graph.nodes if n.op == "placeholder")
