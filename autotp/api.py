@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.build import build, shared_planner
-from autotp.errors import AutoTPError, GroupError, PlanError, message
+from autotp.errors import GroupError, PlanError, message
 from autotp.examples import Call, example_call, normal_call
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
@@ -93,8 +93,8 @@ def parallelize(
         skeleton = skeleton_of(model)
         args, kwargs = _call(skeleton, example_inputs)
         made = make_plan(skeleton, args, kwargs, tp=ranks.size, layout=plan, logits=logits)
-    except AutoTPError as error:
-        _agree(ranks, f"error: {error}")
+    except Exception as error:  # of any kind: the peers must not wait for this rank
+        _agree(ranks, f"error: {type(error).__name__}: {error}")
         raise
     _agree(ranks, f"{made.fingerprint} of {made.model}, torch {torch.__version__}")
     _same_weights(model, ranks)
@@ -174,7 +174,7 @@ def _same_weights(model: nn.Module, ranks: Group) -> None:
         if not tensor.is_meta and tensor.numel() and not tensor.is_complex()
     }
     every = ranks.all_gather_object(sums)
-    for name in sums:
+    for name in {name: None for other in every for name in other}:  # one may be on meta
         found = [other.get(name, "none") for other in every]
         if len(set(found)) > 1:
             raise GroupError(

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from autotp import pytree
+from autotp.errors import PlanError, message
 from autotp.examples import Call
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
 from autotp.program import Program, Signature
-from autotp.runtime.block import Block
+from autotp.runtime.block import Block, BlockList
 from autotp.runtime.group import Group
 from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.outputs import is_cache
@@ -52,18 +53,18 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
     homes = {id(m): name for name, m in blocks.items()}
     every = root.named_modules(remove_duplicate=False)
     same = {name: homes[id(m)] for name, m in every if id(m) in homes}
-    counts = {name: len(m.codes) for name, m in blocks.items()}
+    counts = {name: len(m._tp_codes) for name, m in blocks.items()}
     emitted = emit_rank(plan, root.rank, counts, same)
     for path, graphs in emitted.graphs.items():
         for graph in graphs:
-            blocks[path].codes.append(root.compiler(graph, path))
+            blocks[path]._tp_codes.append(root.compiler(graph, path))
     _fill_constants(root, plan)
     program = plan.program()
     signature = _local_signature(program, root.rank)
     caches = sorted(pytree.leaves_under(signature.out_spec, is_cache))
     if caches:
         root.cache_layout = tuple(program.outputs.get(index) for index in caches)
-    number = len(root.codes) - 1
+    number = len(root._tp_codes) - 1
     return Capture(number, signature, program.training, 0.0, plan, program.outputs)
 
 
@@ -120,9 +121,22 @@ def _grow(root: TensorParallel, skeleton: nn.Module, group: Group, plan: Plan) -
                 made[id(module)] = twin
             blocks[path] = twin
             parent, _, name = path.rpartition(".")
+            if not parent and hasattr(root, name) and name not in root._modules:
+                raise _taken(name, plan)
             blocks[parent].add_module(name, twin)
         if isinstance(blocks[path], Block):
-            blocks[path].group = group  # type: ignore[assignment]
+            blocks[path]._tp_group = group  # type: ignore[assignment]
+
+
+def _taken(name: str, plan: Plan) -> PlanError:
+    return PlanError(
+        message(
+            f"a submodule of the model is named {name!r}",
+            values=f"{plan.model}.{name}",
+            because="the parallel model has an attribute of this name itself",
+            try_="rename the submodule, or wrap the model in another module",
+        )
+    )
 
 
 def _twin(module: nn.Module, path: str, plan: Plan) -> nn.Module:
@@ -135,7 +149,8 @@ def _twin(module: nn.Module, path: str, plan: Plan) -> nn.Module:
         full = f"{path}.{name}"
         if full in plan.by_name and plan.is_sharded(full):
             notes.append(f"{name} [{', '.join(str(dim) for dim in plan.by_name[full].dims)}]")
-    return Block(type(module).__name__, "; ".join(notes))
+    kind = BlockList if isinstance(module, nn.Sequential) else Block
+    return kind(type(module).__name__, "; ".join(notes))
 
 
 def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int) -> None:

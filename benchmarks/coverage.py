@@ -86,7 +86,8 @@ def _verified(
     model: nn.Module, call: dict[str, Any], tp: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     begun = time.process_time()
-    report = autotp.verify(model, tp, example_inputs=call, dtype=dtype)
+    # the gradient of a key bias is zero in truth, and float32 parts leave noise in it
+    report = autotp.verify(model, tp, example_inputs=call, dtype=dtype, limit=1e-4)
     plan, worst = report.plan, max(report.rows, key=lambda row: row.error)
     return {
         "ok": report.ok,

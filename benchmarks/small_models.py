@@ -80,11 +80,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": HEADS, "num_experts_per_tok": 2},
     "diffllama": {"num_key_value_heads": 2},
     "dory": {
-        "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "num_hidden_layers": 3,
     },
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "granitemoehybrid": {
-        "mamba_n_heads": HEADS, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]
+        "mamba_n_heads": HEADS,
+        "mamba_d_head": 16,
+        "layer_types": ["mamba", "attention"],
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16},
@@ -151,7 +156,7 @@ def small_config(config_class: Any, kind: str = "") -> Any:
 
 
 def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
-    """Top-level values made small; nested dicts are made anew or fit any size (rotary parameters)."""
+    """Top-level values made small; nested dicts are made anew, or fit any size (rotary ones)."""
     grouped = values.get("kv_lora_rank") is None
     skipped = ("transformers_version", "model_type", "_name_or_path", "architectures")
     counts = {n: v for n, v in values.items() if re.fullmatch(LAYER_COUNT, n) and v}
@@ -168,14 +173,15 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
     if lists:
         kept = _layers_of_each_kind(list(lists.values()))
         for name, value in lists.items():
-            result[name] = [_value(name.removesuffix("_per_layer"), value[i], grouped) for i in kept]
+            single = name.removesuffix("_per_layer")
+            result[name] = [_value(single, value[i], grouped) for i in kept]
         for name in counts:
             result[name] = len(kept)
     return result
 
 
 def _layers_of_each_kind(lists: list[Any]) -> list[int]:
-    """The first layer of each kind that per-layer lists tell apart, four at most; two if all are alike."""
+    """The first layer of each kind that per-layer lists tell apart: two to four layers."""
     kinds: dict[str, int] = {}
     for index, kind in enumerate(zip(*lists, strict=False)):
         kinds.setdefault(repr(kind), index)

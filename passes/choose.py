@@ -65,7 +65,7 @@ def choose(
     weight = {pair.axis: _bytes(program, values[pair.axis]) for pair in pairs}
     shares: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
-    for pair in sorted(pairs, key=lambda pair: -weight[pair.axis]):
+    for pair in sorted(pairs, key=lambda p: (not _is_split_in(layout, p), -weight[p.axis])):
         reason = _refusal(pair, tp, shares, values)
         if pair.axis in split_rows:
             reason = "rows are looked up by position, and it is only a part of the position"
@@ -90,6 +90,15 @@ def choose(
     if layout is not None:
         _demand(plan, layout, {str(n.target) for n in program.graph.nodes if n.op == "get_attr"})
     return plan
+
+
+def _is_split_in(layout: Plan | None, pair: GemmPair) -> bool:
+    """Whether an earlier capture split this pair, as far as columns or rows tell."""
+    return layout is not None and any(
+        axis.units == pair.units
+        and (set(axis.columns) & set(pair.columns) or set(axis.rows) & set(pair.rows))
+        for axis in layout.axes
+    )
 
 
 def _refusal(

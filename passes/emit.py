@@ -152,10 +152,10 @@ class _Builder:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
         if node.target in _WITH_GROUP:
             group = next(
-                (n for n in graph.nodes if n.op == "get_attr" and n.target == "group"), None
+                (n for n in graph.nodes if n.op == "get_attr" and n.target == "_tp_group"), None
             )
             if group is None:
-                group = graph.create_node("get_attr", "group")
+                group = graph.create_node("get_attr", "_tp_group", name="group")
             kwargs = {**kwargs, "group": group}
         made = graph.create_node(node.op, node.target, args, kwargs, name=_plain(node.name))
         made.meta = dict(node.meta)

@@ -149,7 +149,11 @@ def _slice(node: Node, before: Any, shares: Shares, rank: int) -> None:
 def _convolution(node: Node, dims: Any, shares: Shares, rank: int) -> None:
     """A convolution of split channels is depthwise: it has as many groups as channels."""
     if is_sharded(dims[1], shares):
-        node.update_arg(convolution.GROUPS, local_size(dims[1], shares, rank))
+        groups = local_size(dims[1], shares, rank)
+        if len(node.args) > convolution.GROUPS:
+            node.update_arg(convolution.GROUPS, groups)
+        else:
+            node.update_kwarg("groups", groups)
 
 
 def _from_left(place: int | None, dim: Dim) -> int:

@@ -62,6 +62,14 @@ def like(call: Call) -> Result:
     return Place(x.dim, _layout(x)) if x.kind == "S" else None
 
 
+def pairs(call: Call) -> Result:
+    """view_as_complex, view_as_real: the dim of two numbers is whole, the others pass."""
+    x = call.input()
+    if x.dim >= len(call.out_sizes()):
+        raise Refused(f"{call.name} makes one number of a split dim")
+    return Place(x.dim, _layout(x))
+
+
 def create(call: Call) -> Result:
     """What is made from sizes is not placed by its operands."""
     raise Refused("the place of a new tensor is read off its sizes")
@@ -331,8 +339,9 @@ TABLE = _table(
         mixed: """_log_softmax _softmax all amax amin any argmax argmin argsort cumprod cumsum flip
             linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min norm prod roll
             softmax sort std topk var""",
-        pointwise: """__and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide masked_fill
+        pointwise: """polar __and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide masked_fill
             masked_fill_ where""",
+        pairs: "view_as_complex view_as_real",
         prelu: "prelu",
         total: "sum",
         triangle: "tril triu",

@@ -31,7 +31,8 @@ RULES: dict[str, Rule] = _table(
         convolution.convolution: "conv1d conv2d conv3d",
         creation.count: "arange linspace",
         creation.size: "sym_size",
-        creation.create: "empty full new_empty new_full new_ones new_zeros ones zeros scalar_tensor",
+        creation.create: """empty full new_empty new_full new_ones new_zeros ones zeros
+            scalar_tensor""",
         embedding.embedding: "embedding",
         embedding.gather: "gather",
         embedding.index: "index",
@@ -46,8 +47,8 @@ RULES: dict[str, Rule] = _table(
         pointwise.like: """_to_copy alias alpha_dropout bernoulli celu contiguous detach detach_
             dropout empty_like full_like lift_fresh_copy native_dropout ones_like rand_like
             randn_like to type_as zeros_like""",
-        pointwise.pointwise: """__and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide masked_fill
-            masked_fill_ prelu where""",
+        pointwise.pointwise: """polar __and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide
+            masked_fill masked_fill_ prelu where""",
         reduction.along: """cumprod cumsum flip log_softmax roll softmax _softmax _log_softmax
             logcumsumexp""",
         reduction.attention: "scaled_dot_product_attention",
@@ -58,6 +59,8 @@ RULES: dict[str, Rule] = _table(
             max median min norm prod sort std topk var""",
         reduction.total: "sum",
         reduction.triangle: "tril triu",
+        view.as_complex: "view_as_complex",
+        view.as_real: "view_as_real",
         view.adjoint: "mT adjoint matrix_H",
         view.cat: "cat concat",
         view.expand: "expand expand_as broadcast_to",

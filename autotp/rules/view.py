@@ -22,6 +22,19 @@ def regroup(ctx: Context, node: Node) -> Dims:
     return ctx.barred(wanted, reason)
 
 
+def as_complex(ctx: Context, node: Node) -> Dims:
+    """view_as_complex: the last dim, of two, becomes one number."""
+    dims = ctx.dims(node.args[0])
+    ctx.bar(dims[-1:], f"{name(node)} makes one number of it")
+    return dims[:-1]
+
+
+def as_real(ctx: Context, node: Node) -> Dims:
+    """view_as_real: a last dim of two is added."""
+    reason = f"{name(node)} makes it of one number"
+    return (*ctx.dims(node.args[0]), *ctx.barred(shape(node)[-1:], reason))
+
+
 def permute(ctx: Context, node: Node) -> Dims:
     """permute, transpose, t, T: the dims in another order."""
     dims = ctx.dims(node.args[0])

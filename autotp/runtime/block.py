@@ -4,7 +4,7 @@ call."""
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -33,13 +33,13 @@ class Block(nn.Module):
 
     def __init__(self, kind: str, note: str = "") -> None:
         super().__init__()
-        self.codes: list[Code] = []
-        self.group: Group | None = None
+        self._tp_codes: list[Code] = []
+        self._tp_group: Group | None = None
         self._kind, self._note = kind, note
 
     def forward(self, *values: Any, _graph: int = 0) -> Any:
         """Run one captured call of this module."""
-        return self.codes[_graph].function(self, *values)
+        return self._tp_codes[_graph].function(self, *values)
 
     def _get_name(self) -> str:
         return self._kind
@@ -47,6 +47,19 @@ class Block(nn.Module):
     def extra_repr(self) -> str:
         """The local shapes of split parameters."""
         return self._note
+
+
+class BlockList(Block):
+    """A block that was a sequence of modules: it can be indexed as that."""
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self._modules.values())[index]  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(m for m in self._modules.values() if m is not None)
 
 
 class Compiler:

@@ -94,7 +94,7 @@ class Lockstep(nn.Module):
         ]
 
     def _run(self, blocks: Sequence[Any], number: int, given: Sequence[Sequence[Any]]) -> list[Any]:
-        graphs: list[Graph] = [block.codes[number].graph for block in blocks]
+        graphs: list[Graph] = [block._tp_codes[number].graph for block in blocks]
         envs: list[dict[str, Any]] = [{} for _ in blocks]
         inputs = [iter(values) for values in given]
         for nodes in zip(*(graph.nodes for graph in graphs), strict=True):

@@ -65,7 +65,7 @@ class TensorParallel(Block):
         super().__init__(type(skeleton).__name__)
         self.plan = plan
         self.rank = group.rank
-        self.group = group
+        self._tp_group = group
         self.logits = logits
         self.debug = os.environ.get("AUTOTP_DEBUG", "") not in ("", "0")
         self.compiler = Compiler()
@@ -81,6 +81,12 @@ class TensorParallel(Block):
     def skeleton(self) -> nn.Module:
         """The original without storage: what further call forms are captured from."""
         return self._skeleton[0]
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the model."""
+        assert self._tp_group is not None
+        return self._tp_group
 
     @property
     def tp_size(self) -> int:
@@ -125,8 +131,8 @@ class TensorParallel(Block):
 
         Ranks sample the same tokens whatever their generators' seeds.
         """
-        assert self.group is not None
-        with same_draws(self.group):
+        assert self._tp_group is not None
+        with same_draws(self._tp_group):
             return self.face.generate(*args, **kwargs)
 
     def can_generate(self) -> bool:
@@ -142,11 +148,11 @@ class TensorParallel(Block):
         capture, leaves = self.capture_for(args, kwargs)
         if self.debug:
             self.compare_inputs(leaves, capture.signature)
-        results = list(self.codes[capture.number].function(self, *leaves))
+        results = list(self._tp_codes[capture.number].function(self, *leaves))
         for index, where in capture.outputs.items():
             if not where.cache:
-                assert self.group is not None
-                results[index] = ShardedOutput(results[index], where, self.group)
+                assert self._tp_group is not None
+                results[index] = ShardedOutput(results[index], where, self._tp_group)
         output = pytree.unflatten(results, capture.signature.out_spec)
         return same_cache(output, (*args, *kwargs.values()))
 
@@ -203,9 +209,9 @@ class TensorParallel(Block):
 
         Done on every call while `debug` is true (set by AUTOTP_DEBUG=1): it costs an exchange.
         """
-        if self.group is None or self.group.size == 1:
+        if self._tp_group is None or self._tp_group.size == 1:
             return
-        every = self.group.all_gather_object([_summary(leaf) for leaf in leaves])
+        every = self._tp_group.all_gather_object([_summary(leaf) for leaf in leaves])
         for index, name in enumerate(signature.inputs):
             found = [summaries[index] if index < len(summaries) else "" for summaries in every]
             if len(set(found)) > 1:

@@ -215,6 +215,19 @@ def test_a_pair_that_the_first_capture_did_not_split_is_left_whole() -> None:
     assert reason(again, "up.weight").endswith("lies in another way already")
 
 
+def test_a_pair_that_the_first_capture_split_comes_before_heavier_ones() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        wide = self.middle(torch.tanh(self.up(x)))
+        return self.down(torch.softmax(wide, -1) if self.training else torch.tanh(wide))
+
+    parts = {"up": nn.Linear(WIDTH, 8), "middle": nn.Linear(8, 30), "down": nn.Linear(30, WIDTH)}
+    model = Fn(forward, **parts)
+    first = stages(model).plan
+    assert [axis.units for axis in first.axes] == [8]
+    assert [axis.units for axis in stages(model.eval()).plan.axes] == [30]
+    assert [axis.units for axis in stages(model, layout=first).plan.axes] == [8]
+
+
 def test_a_call_that_needs_a_split_tensor_whole_is_refused_with_the_reason() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.up(x)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from autotp.errors import PlanError
 from autotp.runtime.block import Block
 from autotp.runtime.lockstep import Lockstep
 from passes.emit import emit
@@ -264,19 +265,34 @@ def test_every_module_but_lists_is_a_block() -> None:
     assert kinds <= {Block, nn.ModuleList, nn.ModuleDict}
 
 
-@pytest.mark.xfail(raises=KeyError, strict=True, reason="names of blocks' own attributes are taken")
-@pytest.mark.parametrize("name", ["group", "codes", "plan", "rank", "logits", "skeleton", "debug"])
+class Named(nn.Module):
+    """A model with a submodule of a given name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Linear(WIDTH, 7))
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(getattr(self, self.name)(x)))
+
+
+@pytest.mark.parametrize("name", ["group", "codes", "plan", "rank", "logits"])
 def test_a_module_may_have_any_name(name: str) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_module(name, nn.Linear(WIDTH, 7))
-            self.down = nn.Linear(7, WIDTH)
+    model = refill(nn.Sequential(Named(name)).double())
+    lockstep = parallel(model, 2, (values(2, 5, WIDTH),))
+    assert_same(model, lockstep, (values(3, 7, WIDTH),))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(torch.tanh(getattr(self, name)(x)))
 
-    for model in (Named(), nn.Sequential(Named())):
-        refill(model.double())
-        lockstep = parallel(model, 2, (values(2, 5, WIDTH),))
-        assert_same(model, lockstep, (values(3, 7, WIDTH),))
+@pytest.mark.parametrize("name", ["plan", "rank", "logits", "skeleton", "debug", "group"])
+def test_a_name_that_the_result_needs_itself_is_refused_at_the_root(name: str) -> None:
+    with pytest.raises(PlanError, match=f"is named '{name}'"):
+        parallel(Named(name).double(), 2, (values(2, 5, WIDTH),))
+
+
+def test_a_sequence_of_modules_can_be_indexed() -> None:
+    model = refill(nn.Sequential(small.Mlp(), nn.Tanh(), small.Mlp()).double())
+    lockstep = parallel(model, 2, (values(2, 5, WIDTH),))
+    rank = lockstep.ranks[0]
+    assert len(rank) == 3 and rank[2].up is rank[-1].up and list(rank)[0] is rank[0]
