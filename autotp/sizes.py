@@ -7,6 +7,7 @@ arithmetic on tuples is much faster than sympy. A sum such as `S + 1` becomes on
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,14 @@ def divide(a: Size, b: Size) -> Size | None:
             return None
         rest.remove(symbol)
     return (a[0] // b[0], tuple(rest))
+
+
+def common_ends(one: Sequence[Size], other: Sequence[Size]) -> tuple[int, int]:
+    """How many first and how many last sizes two shapes have in common, not counting any twice."""
+    shorter = min(len(one), len(other))
+    first = next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    rest = range(shorter - first)
+    return first, next((i for i in rest if one[-1 - i] != other[-1 - i]), len(rest))
 
 
 def text(size: Size) -> str:

@@ -1,4 +1,4 @@
-"""A rank holds its shards, the bytes that the plan says, and nothing keeps the whole model alive."""
+"""A rank holds its shards, as many bytes as planned, and nothing keeps the model alive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def storages() -> dict[int, int]:
     }
 
 
-def measure(model: nn.Module, inputs: tuple[Tensor, ...], **kwargs: Any) -> dict[str, Any]:
+def measure(model: nn.Module, call: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     """What is left after a model was split, the model deleted, and a training step done.
 
     The caller must hold no other reference to the model.
@@ -56,7 +56,7 @@ def measure(model: nn.Module, inputs: tuple[Tensor, ...], **kwargs: Any) -> dict
     left = sum(ref() is not None for ref in gone) + sum(not ref.expired() for ref in memory)
     now = sum(storages().values()) - others
     shards = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in tp.parameters()}
-    out = tp(*inputs)
+    out = tp(**call)
     (out.loss if hasattr(out, "loss") else out[1]).backward()
     del out
     gradients = sum(p.grad.nbytes for p in tp.parameters() if p.grad is not None)
@@ -76,9 +76,9 @@ def measure(model: nn.Module, inputs: tuple[Tensor, ...], **kwargs: Any) -> dict
 def ranks(rank: int, world: int) -> dict[str, Any]:
     x = torch.randint(257, (2, 6), generator=torch.Generator().manual_seed(0))
     models = [refill(tiny_gpt2(n_inner=130))]
-    found = {"gpt2": measure(models.pop(), (x, None, None, None, None, None, None, None, None, x))}
+    found = {"gpt2": measure(models.pop(), {"input_ids": x, "labels": x, "use_cache": False})}
     models = [refill(GPT(GPTConfig(layers=1)).bfloat16())]
-    found["plain"] = measure(models.pop(), (x, x), example_inputs=(x, x))
+    found["plain"] = measure(models.pop(), {"idx": x, "targets": x}, example_inputs=(x, x))
     return found
 
 

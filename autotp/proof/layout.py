@@ -134,6 +134,11 @@ def regroup(
     layout: Layout, dim: int, before: Sequence[Size], after: Sequence[Size]
 ) -> tuple[int, Layout] | None:
     """Where a split dim is after a view from one whole shape to another; None if it cuts units."""
+    first, last = sizes.common_ends(before, after)
+    if dim < first:
+        return dim, layout
+    if dim >= len(before) - last:
+        return dim + len(after) - len(before), layout
     left = sizes.multiply(_product(before[:dim]), layout.before)
     right = sizes.multiply(layout.after, _product(before[dim + 1 :]))
     for at, wanted in enumerate(after):

@@ -17,9 +17,13 @@ def regroup(ctx: Context, node: Node) -> Dims:
     found = ctx.table.regroup(dims, wanted)
     if found is not None:
         return tuple(found)
+    # where sizes cannot be divided, dims before and behind the changed ones still pass
+    before = [ctx.table.size(dim) for dim in dims]
+    first, last = sizes.common_ends(before, wanted)
     reason = f"{name(node)} mixes it with other dims"
-    ctx.bar(dims, reason)
-    return ctx.barred(wanted, reason)
+    ctx.bar(dims[first : len(dims) - last], reason)
+    made = ctx.barred(wanted[first : len(wanted) - last], reason)
+    return (*dims[:first], *made, *dims[len(dims) - last :])
 
 
 def as_complex(ctx: Context, node: Node) -> Dims:

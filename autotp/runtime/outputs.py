@@ -74,6 +74,13 @@ class ShardedOutput:
     def __len__(self) -> NoReturn:
         self._refuse("its length was read")
 
+    def _operand(self, *others: Any) -> NoReturn:
+        self._refuse("it was computed with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _operand
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __array__ = _operand
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = _operand
+
     @staticmethod
     def _refuse(how: str) -> NoReturn:
         raise ShardedOutputError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from autotp.errors import PlanError
-from autotp.runtime.block import Block
+from autotp.runtime.block import Block, BlockList
 from autotp.runtime.lockstep import Lockstep
 from passes.emit import emit
 from tests import small
@@ -56,7 +56,11 @@ def test_a_module_calls_its_children_by_their_names() -> None:
 
 def test_parameters_are_attributes_of_the_module_that_has_them() -> None:
     (graph,) = graphs(residual_pair())["1.block.up"]
-    assert {str(n.target) for n in graph.nodes if n.op == "get_attr"} == {"weight", "bias", "group"}
+    assert {str(n.target) for n in graph.nodes if n.op == "get_attr"} == {
+        "weight",
+        "bias",
+        "_tp_group",
+    }
 
 
 def test_the_collective_of_a_row_is_in_the_row_and_that_of_a_column_is_before_it() -> None:
@@ -171,7 +175,7 @@ def test_a_parameter_of_another_module_is_handed_in() -> None:
         down=(3, 7),
     )
     (graph,) = graphs(model)["reads"]
-    assert not [n for n in graph.nodes if n.op == "get_attr" and n.target != "group"]
+    assert not [n for n in graph.nodes if n.op == "get_attr" and n.target != "_tp_group"]
     refill(model.double())
     lockstep = parallel(model, 3, (values(2, 5, WIDTH),))
     assert_same(model, lockstep, (values(3, 7, WIDTH),))
@@ -262,7 +266,7 @@ def test_hooks_on_a_module_are_called_with_its_values() -> None:
 def test_every_module_but_lists_is_a_block() -> None:
     _, lockstep = transformer()
     kinds = {type(m) for m in lockstep.ranks[0].modules()} - {type(lockstep.ranks[0])}
-    assert kinds <= {Block, nn.ModuleList, nn.ModuleDict}
+    assert kinds <= {Block, BlockList, nn.ModuleList, nn.ModuleDict}
 
 
 class Named(nn.Module):
@@ -292,7 +296,7 @@ def test_a_name_that_the_result_needs_itself_is_refused_at_the_root(name: str) -
 
 
 def test_a_sequence_of_modules_can_be_indexed() -> None:
-    model = refill(nn.Sequential(small.Mlp(), nn.Tanh(), small.Mlp()).double())
+    model = refill(small.Residual(nn.Sequential(small.Mlp(), nn.Tanh(), small.Mlp())).double())
     lockstep = parallel(model, 2, (values(2, 5, WIDTH),))
-    rank = lockstep.ranks[0]
-    assert len(rank) == 3 and rank[2].up is rank[-1].up and list(rank)[0] is rank[0]
+    rank = lockstep.ranks[0].block
+    assert len(rank) == 3 and rank[2].up is rank[-1].up and next(iter(rank)) is rank[0]

@@ -159,3 +159,33 @@ def test_a_new_tensor_of_batch_times_heads_is_made_at_its_local_size() -> None:
     model = Function(forward, **linears, out=nn.Linear(HEADS * SIZE, WIDTH))
     found = split(proved(model, values(2, 3, WIDTH)))
     assert {"q.weight", "k.weight", "v.weight", "out.weight"} <= found
+
+
+def test_complex_rotation_passes_heads() -> None:
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        angles = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None].expand(-1, 2)
+        turn = torch.polar(torch.ones_like(angles), angles)[None, :, None]
+        return torch.view_as_real(pairs * turn).flatten(3)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (t.view(*x.shape[:2], -1, SIZE) for t in (m.q(x), m.k(x), m.v(x)))
+        parts = (t.transpose(1, 2) for t in (rotate(q), rotate(k), v))
+        return m.out(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+    linears = {name: nn.Linear(WIDTH, HEADS * SIZE) for name in "qkv"}
+    model = Function(forward, **linears, out=nn.Linear(HEADS * SIZE, WIDTH))
+    found = split(proved(model, values(2, 3, WIDTH)))
+    assert {"q.weight", "k.weight", "v.weight", "out.weight"} <= found
+
+
+def test_dims_behind_a_reshape_of_positions_pass() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.up(x)
+        missing = (4 - h.shape[1] % 4) % 4
+        chunks = F.pad(h, (0, 0, 0, missing)).reshape(h.shape[0], -1, 4, h.shape[2])
+        return m.down(chunks.cumsum(2).reshape(h.shape[0], -1, h.shape[2])[:, : h.shape[1]])
+
+    model = Function(forward, up=nn.Linear(WIDTH, INNER), down=nn.Linear(INNER, WIDTH))
+    plan = proved(model, values(2, 6, WIDTH), tp=3)
+    assert {"up.weight", "down.weight"} <= split(plan)

@@ -125,7 +125,7 @@ def collectives(group: Group, seen: dict[str, Any]) -> None:
     kept = grid.clone()
     results = [
         group.all_reduce(grid),
-        group.all_reduce(grid.t()).t(),
+        group.all_reduce(grid.t() if rank == 0 else grid.t().contiguous()).t(),
         group.all_reduce(grid[:, :1].expand(2, 3)),
         group.all_reduce(-grid, "max"),
         group.all_reduce(torch.full((2,), rank + 1, dtype=torch.bfloat16)),

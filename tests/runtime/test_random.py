@@ -106,6 +106,14 @@ def test_every_call_has_another_seed_and_manual_seed_repeats_them() -> None:
     assert not set(streams[0]) & set(streams[2])
 
 
+def test_one_rank_may_seed_its_generator_anew() -> None:
+    group, peer = Group.in_process(2)
+    for _ in range(3):
+        torch.manual_seed(1)  # this rank alone: its stream must not begin again
+        mine = next_seed(group)
+        assert mine == next_seed(peer)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_a_part_replays_its_masks(reentrant: bool) -> None:
     group, x = Group(), torch.ones(1000, requires_grad=True)
