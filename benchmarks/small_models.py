@@ -61,7 +61,7 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     ),
     (r"max_(source|target|seq)_.*|max_position.*|context_length", 64),
     (r"sliding_window|attention_window.*|window_size|local_attention", 4),
-    (r"rotary_dim", 4),
+    (r"rotary_dim|(mamba_)?chunk_size", 4),
     (r"kv_lora_rank", 12),
     (r"q_lora_rank", 16),
     (r"qk_nope_head_dim|v_head_dim", SIZE),

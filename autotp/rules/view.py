@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from autotp import sizes
@@ -14,6 +15,9 @@ from autotp.unify import Factors
 def regroup(ctx: Context, node: Node) -> Dims:
     """view, reshape, flatten, squeeze, ...: the same items in the same order in another shape."""
     dims, wanted = ctx.dims(node.args[0]), shape(node)
+    if node.target is torch.ops.aten.unsqueeze.default:  # whatever the sizes are
+        at = position(int(node.args[1]), len(wanted))  # type: ignore[arg-type]
+        return (*dims[:at], (), *dims[at:])
     found = ctx.table.regroup(dims, wanted)
     if found is not None:
         return tuple(found)

@@ -48,8 +48,10 @@ def _verdict(
     store: Store, rank: int, names: Sequence[int], what: str, value: str, timeout: float
 ) -> str:
     """The error that all ranks will see, or nothing."""
-    digest = hashlib.sha256(value.encode()).hexdigest()[:12]
-    store.set(str(rank), json.dumps(f"{_short(value)} ({digest})"))
+    text = _short(value)
+    if text != value:
+        text += f" ({hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    store.set(str(rank), json.dumps(text))
     deadline, pause = time.monotonic() + timeout, 0.001
     # Polled, as a blocking wait would keep others in this process (NCCL's watchdog) from the store.
     while missing := [r for r in range(len(names)) if not store.check([str(r)])]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import GroupError, PlanError, message
-from autotp.runtime.agreement import difference, listed
+from autotp.runtime.agreement import agree, listed
 
+ARRIVAL = 600.0  # seconds that ranks may come apart: one may load its model longer
+_asked = count()  # calls for a part of the world, the same number on every rank
 _made: WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]] = WeakKeyDictionary()
 
 
@@ -97,11 +100,9 @@ def _of_world(tp: int | None) -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     size = dist.get_world_size()
-    asked: list[Any] = [None] * size
-    dist.all_gather_object(asked, tp or size)  # or the calls below would not meet
-    if problem := difference("tp", [f"tp={n}" for n in asked], range(size)):
-        raise GroupError(problem)
     tp = tp or size
+    # Or the calls below would not meet. No collective: a rank with tp=1 does not come here.
+    agree(world, f"autotp/tp/{next(_asked)}", "tp", f"tp={tp}", ARRIVAL)
     if size % tp:
         lower = size // tp * tp
         works = [n for n in range(1, size + 1) if size % n == 0]

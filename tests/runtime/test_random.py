@@ -108,9 +108,10 @@ def test_every_call_has_another_seed_and_manual_seed_repeats_them() -> None:
 
 def test_one_rank_may_seed_its_generator_anew() -> None:
     group, peer = Group.in_process(2)
-    for _ in range(3):
+    for step in range(3):
         torch.manual_seed(1)  # this rank alone: its stream must not begin again
         mine = next_seed(group)
+        torch.manual_seed(10 + step)
         assert mine == next_seed(peer)
 
 
