@@ -25,6 +25,7 @@ STREAM = (
     "inside a region random operators draw from the sharded stream, outside from the replicated one"
 )
 UNDRAWN = "a random operator does not draw from a stream that the ranks agree on"
+SHAPED = ("expand_as", "reshape_as", "type_as", "view_as")  # read no value of `other`
 
 _aten = torch.ops.aten
 
@@ -42,6 +43,8 @@ def visit(state: State, node: Node) -> Any:
     if not isinstance(target, torch._ops.OpOverload):
         return _python(state, node)
     given = bind(target, args, kwargs)
+    if str(target).split(".")[1] in SHAPED:
+        del given["other"]
     if node.target is not draw and _is_random(target, given):
         raise Refused(UNDRAWN)
     if target is _aten.sym_size.int:

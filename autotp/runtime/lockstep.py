@@ -31,6 +31,7 @@ from autotp.runtime.collectives import (
 )
 from autotp.runtime.module import TensorParallel, same_cache
 from autotp.runtime.outputs import LocalOutput
+from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 
 class Lockstep(nn.Module):
@@ -126,6 +127,8 @@ def _operands(node: Node, env: dict[str, Any]) -> Any:
 
 def _call(target: Any, operands: Sequence[Any]) -> list[Any]:
     joint = _JOINT.get(target)
+    if target in (leave_grad_mode, leave_autocast):  # modes are the process's: the last one in is
+        return [target(*args) for args, _ in reversed(operands)]  # the first one out
     if joint is None:
         return [target(*args, **kwargs) for args, kwargs in operands]
     return list(joint([args for args, _ in operands]))

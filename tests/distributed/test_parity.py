@@ -120,7 +120,7 @@ def check(ranks: list[dict[str, Any]], limit: float = 1e-5) -> None:
         assert found["rank"] == (number, len(ranks))
         assert_below(limit, found["errors"])
         assert_below(max(limit, 1e-11), found["after"])
-        assert found["moved"] > 100 * limit, "training moves every parameter"
+        assert found["moved"] > 1e-4, "training moves every parameter"
         assert found["losses"] == ranks[0]["losses"], "to the bit"
         planned = found["planned"]
         gathers = {"allgather": planned["gathers"]} if planned["gathers"] else {}

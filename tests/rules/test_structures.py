@@ -189,3 +189,25 @@ def test_dims_behind_a_reshape_of_positions_pass() -> None:
     model = Function(forward, up=nn.Linear(WIDTH, INNER), down=nn.Linear(INNER, WIDTH))
     plan = proved(model, values(2, 6, WIDTH), tp=3)
     assert {"up.weight", "down.weight"} <= split(plan)
+
+
+def test_the_shape_of_another_value_is_read_without_its_gradient() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        like = m.other(x)[..., None]
+        turned = torch.stack([x, like[..., 0]], -1).sum(-1).reshape_as(like[..., 0])
+        return m.down(m.up(turned)) + like[..., 0]
+
+    up, down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+    model = Function(forward, up=up, down=down, other=nn.Linear(WIDTH, WIDTH))
+    assert {"up.weight", "down.weight"} <= split(proved(model, values(2, 3, WIDTH)))
+
+
+def test_a_region_without_gradients_ends_for_ranks_in_one_process() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = m.up(x).abs().amax()
+        return m.down(m.up(x)) / scale
+
+    model = Function(forward, up=nn.Linear(WIDTH, INNER), down=nn.Linear(INNER, WIDTH))
+    proved(model, values(2, 3, WIDTH))
+    assert torch.is_grad_enabled()
