@@ -23,6 +23,7 @@ from passes.infer import infer
 from passes.insert import insert
 from passes.localize import localize
 from passes.match import match
+from passes.normalize import normalize
 
 
 def make_plan(
@@ -35,7 +36,7 @@ def make_plan(
     logits: str = "auto",
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie."""
-    program = capture(skeleton, args, kwargs)
+    program = normalize(capture(skeleton, args, kwargs))
     inferred = infer(program)
     pairs = match(program, inferred)
     plan = choose(program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout)

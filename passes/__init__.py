@@ -1,6 +1,6 @@
 """The compiler passes, one file each, in the order of `autotp/pipeline.py`:
 
-capture, infer, match, choose, insert, localize, check, emit.
+capture, normalize, infer, match, choose, insert, localize, check, emit.
 
 A pass is one public function of the file's name, from plain data to plain data.
 """

@@ -1,0 +1,56 @@
+"""A loss in two steps is one operator.
+
+before  %log : log_softmax(%logits, -1)
+        %loss : nll_loss(%log, %target)
+after   %loss : cross_entropy_loss(%logits, %target)
+
+`log_softmax` needs every class; a cross entropy can be computed on split classes (see
+`autotp.runtime.vocabulary`). Done where the loss alone reads the log probabilities, so nothing else
+changes. Numbers are the same: this is how torch defines cross entropy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Graph, Node
+
+from autotp.program import Program
+from autotp.rules.context import argument, position
+
+aten = torch.ops.aten
+_LOSSES = {aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
+_LOGS = {aten.log_softmax.int, aten._log_softmax.default}
+
+
+def normalize(program: Program) -> Program:
+    """The program with its losses as single operators."""
+    graph, new, count = Graph(), dict[Node, Node](), 0
+    for node in program.graph.nodes:
+        made = graph.node_copy(node, lambda n: new[n])
+        made.meta = dict(node.meta)
+        new[node] = made
+        source = node.args[0] if node.target in _LOSSES else None
+        if isinstance(source, Node) and _is_only_log(source):
+            made.target = aten.cross_entropy_loss.default
+            made.args = (new[source].args[0], *made.args[1:])
+            made.kwargs = {k: v for k, v in made.kwargs.items() if v is not None}
+            graph.erase_node(new[source])
+            count += 1
+    if not count:
+        return program
+    note = f"{count} losses of log_softmax and nll_loss became cross_entropy_loss"
+    return replace(program, graph=graph, provenance=(*program.provenance, note))
+
+
+def _is_only_log(node: Node) -> bool:
+    """Whether a node is log_softmax over the classes and nothing but the loss reads it."""
+    if node.target not in _LOGS or len(node.users) != 1:
+        return False
+    rank = node.meta["val"].dim()
+    source = node.args[0]
+    assert isinstance(source, Node)
+    same = source.meta["val"].dtype == node.meta["val"].dtype
+    classes = 0 if rank == 1 else 1
+    return same and position(argument(node, 1, "dim"), rank) == classes

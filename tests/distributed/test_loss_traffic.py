@@ -1,0 +1,61 @@
+"""What a training step puts on the wire: nothing of tokens times vocabulary, as the plan counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autotp
+from tests.models import tiny_gpt2
+from tests.oneprocess import refill
+from tests.spawn import run
+
+ROWS, LENGTH, VOCAB = 4, 8, 257
+TOKENS = ROWS * LENGTH
+
+
+def traffic(rank: int, world: int) -> dict[str, Any]:
+    """Sizes of all tensors that collectives send, by phase, with and without the gather."""
+    sent: list[int] = []
+    reduce, gather = dist.all_reduce, dist.all_gather
+
+    def counting_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    def counting_gather(parts: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return gather(parts, tensor, *args, **kwargs)
+
+    dist.all_reduce, dist.all_gather = counting_reduce, counting_gather
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    found: dict[str, Any] = {}
+    for policy in ("auto", "gather"):
+        model = refill(tiny_gpt2()).train()
+        tp = autotp.parallelize(model, tp=world, logits=policy)
+        sent.clear()
+        out = tp(tokens, labels=tokens, use_cache=False)
+        forward = list(sent)
+        sent.clear()
+        out.loss.backward()
+        found[policy] = (forward, list(sent), vars(tp.plan.collectives))
+    return found
+
+
+@pytest.mark.dist
+def test_a_training_step_sends_what_the_plan_says() -> None:
+    for found in run(traffic, 2):
+        width, layers = 48, 2
+        forward, backward, counts = found["auto"]
+        small = [n for n in forward if n < TOKENS * width]
+        large = [n for n in forward if n >= TOKENS * width]
+        assert large == [TOKENS * width] * (2 * layers + 1) and counts["forward"] == len(large)
+        assert len(small) == counts["loss"] == 2 and sum(small) <= 3 * TOKENS
+        assert backward == [TOKENS * width] * (2 * layers + 1)
+        assert counts["backward"] == len(backward) and counts["gathers"] == 0
+        forward, backward, counts = found["gather"]
+        assert counts["gathers"] == 1 and max(forward) >= TOKENS * (VOCAB // 2)
+        assert sum(forward) > sum(found["auto"][0]) + TOKENS * (VOCAB // 2) - 1
