@@ -21,6 +21,7 @@ from passes.choose import choose
 from passes.infer import infer
 from passes.insert import insert
 from passes.match import match
+from passes.normalize import normalize
 from tests.models import refill as refill
 
 
@@ -33,7 +34,7 @@ def parallels(model: nn.Module, tps: Sequence[int], example: Any) -> list[Lockst
     """The same for several tp; the model is captured once, which is what takes the time."""
     skeleton = skeleton_of(model)
     call = _call(skeleton, example)
-    program = capture(skeleton, *call)
+    program = normalize(capture(skeleton, *call))
     inferred = infer(program)
     pairs = match(program, inferred)
     made = []
