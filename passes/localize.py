@@ -148,7 +148,7 @@ def _slice(node: Node, before: Any, shares: Shares, rank: int) -> None:
 
 def _convolution(node: Node, dims: Any, shares: Shares, rank: int) -> None:
     """A convolution of split channels is depthwise: it has as many groups as channels."""
-    if is_sharded(dims[1], shares):
+    if is_sharded(dims[1], shares) and argument(node, convolution.GROUPS, "groups", 1) != 1:
         groups = local_size(dims[1], shares, rank)
         if len(node.args) > convolution.GROUPS:
             node.update_arg(convolution.GROUPS, groups)

@@ -24,7 +24,12 @@ from autotp.errors import CheckError
 from autotp.planning import Plan
 from autotp.program import Program
 from autotp.runtime import vocabulary
-from autotp.runtime.collectives import copy_to_region, gather_from_region, reduce_from_region
+from autotp.runtime.collectives import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+)
 from autotp.runtime.random import draw
 from passes.check import check
 from passes.localize import localize
@@ -33,13 +38,15 @@ from tests.models import tiny_gpt2
 from tests.oneprocess import refill
 
 TP, RANK = 3, 1
+KINDS = ("plain", "positions", "training", "evaluation")
 Mutant = tuple[str, Program]
 
 
 @functools.cache
 def plan_of(kind: str) -> Plan:
-    if kind == "plain":
-        model: nn.Module = small.Residual(small.Mlp())
+    if kind in ("plain", "positions"):
+        inner = small.Mlp() if kind == "plain" else small.SlopedAttention()
+        model: nn.Module = small.Residual(inner)
         return autotp.plan(model, TP, example_inputs=(torch.zeros(3, 5, small.WIDTH),))
     model = tiny_gpt2(resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)
     tokens = torch.zeros(3, 5, dtype=torch.long)
@@ -129,11 +136,17 @@ def stream(graph: Graph, node: Node) -> bool:
 
 
 SIZED = {torch.ops.aten.split_with_sizes.default, torch.ops.aten.reshape.default}
+BORDERS = {gather_from_region, scatter_to_region}
 RULES: dict[Callable[[Graph, Node], bool], set[Any]] = {
     delete: {copy_to_region, reduce_from_region, gather_from_region},
     double: {copy_to_region, reduce_from_region},
     later: {reduce_from_region},
-    exchange: {vocabulary.embedding, vocabulary.cross_entropy, gather_from_region},
+    exchange: {
+        vocabulary.embedding,
+        vocabulary.cross_entropy,
+        gather_from_region,
+        scatter_to_region,
+    },
     stream: {draw},
     literal: {torch.ops.aten.view.default, *SIZED},
 }
@@ -174,13 +187,13 @@ def survives(program: Program, plan: Plan) -> bool:
 
 
 def test_the_good_programs_are_proved() -> None:
-    for kind in ("plain", "training", "evaluation"):
+    for kind in KINDS:
         check(local(kind), plan_of(kind), rank=RANK)
 
 
 def test_every_mutant_of_a_graph_is_refused() -> None:
     made, alive = [], []
-    for kind in ("plain", "training", "evaluation"):
+    for kind in KINDS:
         for name, program in mutants(kind):
             made.append(name)
             if survives(program, plan_of(kind)):

@@ -139,7 +139,8 @@ def _ratio(ctx: Context, query: Factors, heads: Factors) -> sizes.Size:
 
 def _reduced(node: Node, rank: int) -> list[int]:
     given = argument(node, 1, "dim")
-    if node.target._schema.arguments[1].name not in ("dim", "dims"):  # type: ignore[union-attr]
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    if names[1:2] not in (["dim"], ["dims"]):
         given = node.kwargs.get("dim")
         if given is None:
             given = next((a for a in node.args[2:3] if isinstance(a, (int, list))), None)

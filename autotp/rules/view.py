@@ -20,7 +20,7 @@ def regroup(ctx: Context, node: Node) -> Dims:
         return (*dims[:at], (), *dims[at:])
     found = ctx.table.regroup(dims, wanted)
     if found is not None:
-        return tuple(found)
+        return _as_other(ctx, node, tuple(found))
     # where sizes cannot be divided, dims before and behind the changed ones still pass
     before = [ctx.table.size(dim) for dim in dims]
     first, last = sizes.common_ends(before, wanted)
@@ -28,6 +28,13 @@ def regroup(ctx: Context, node: Node) -> Dims:
     ctx.bar(dims[first : len(dims) - last], reason)
     made = ctx.barred(wanted[first : len(wanted) - last], reason)
     return (*dims[:first], *made, *dims[len(dims) - last :])
+
+
+def _as_other(ctx: Context, node: Node, dims: Dims) -> Dims:
+    """view_as, expand_as, ...: the shape is another tensor's, so that is split alike."""
+    if str(node.target).endswith("_as.default"):
+        ctx.same(dims, ctx.dims(node.args[1]))
+    return dims
 
 
 def as_complex(ctx: Context, node: Node) -> Dims:
@@ -68,10 +75,11 @@ def expand(ctx: Context, node: Node) -> Dims:
     """expand: dims of size 1 become new axes along which the value is constant."""
     dims, wanted = ctx.dims(node.args[0]), shape(node)
     dims = ((),) * (len(wanted) - len(dims)) + dims
-    return tuple(
+    made = (
         dim if dim or size == ONE else ctx.table.new(size)
         for dim, size in zip(dims, wanted, strict=True)
     )
+    return _as_other(ctx, node, tuple(made))
 
 
 def repeat(ctx: Context, node: Node) -> Dims:
