@@ -2,9 +2,9 @@
 
     python benchmarks/loss_memory.py --tokens 1024 --hidden 256 --vocab 50257 --tp 4
 
-Each variant runs in a process of its own; the figure is the growth of the peak resident set over the
-step, so inputs and weights are not in it. A rank's operators run alone on its share of the rows (what
-it exchanges with the others is a few numbers for each token).
+Each variant runs in a process of its own; the figure is the growth of the peak resident set over
+the step, so inputs and weights are not in it. A rank's operators run alone on its share of the
+rows (what it exchanges with the others is a few numbers for each token).
 """
 
 from __future__ import annotations
