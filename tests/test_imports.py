@@ -174,3 +174,12 @@ def test_the_words_of_a_file_are_its_code_without_docstrings(tmp_path: Path) -> 
         '"""About GPT."""\n# bloom\ndef falcon(x):\n    """Of Llama."""\n    return x["bert"]\n'
     )
     assert [word for word, _ in words(path) if ARCHITECTURES.search(word)] == ["falcon", "bert"]
+
+
+def test_a_file_that_shadows_the_passes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "passes.py").write_text("x = 1\n")
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.append({str(ROOT)!r})\nimport autotp; autotp.plan\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'passes.py'} shadows a package of autotp" in done.stderr

@@ -47,7 +47,7 @@ def test_results_come_by_rank() -> None:
     [
         ("raise", 90, ["failed first: [1]; still running when killed: [0]", "ValueError: as told"]),
         ("die", 90, ["failed first: [1]; still running when killed: [0]", "this is rank 1"]),
-        ("hang", 10, ["out of time: [0, 1]", "in misbehave"]),
+        ("hang", 30, ["out of time: [0, 1]", "in misbehave"]),
     ],
 )
 def test_a_fault_is_a_failure(how: str, timeout: float, texts: list[str]) -> None:
