@@ -59,3 +59,31 @@ def test_a_training_step_sends_what_the_plan_says() -> None:
         forward, backward, counts = found["gather"]
         assert counts["gathers"] == 1 and max(forward) >= TOKENS * (VOCAB // 2)
         assert sum(forward) > sum(found["auto"][0]) + TOKENS * (VOCAB // 2) - 1
+
+
+def unlike(rank: int, world: int) -> list[str]:
+    """What each rank is told when the ranks' batches differ, in values and in shapes."""
+    from autotp.errors import GroupError
+
+    tp = autotp.parallelize(refill(tiny_gpt2()), tp=world)
+    tp.debug = True  # or AUTOTP_DEBUG=1
+    told = []
+    tokens = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    other = tokens.clone()
+    other[1, 3] = (int(tokens[1, 3]) + rank) % VOCAB
+    calls = [(tokens, other), (tokens[:, : 5 + rank], tokens[:, : 5 + rank])]
+    for given, labels in calls:
+        try:
+            tp(given, labels=labels, use_cache=False)
+        except GroupError as error:
+            told.append(str(error))
+    assert torch.isfinite(tp(tokens, labels=tokens, use_cache=False).loss)  # the group is usable
+    return told
+
+
+@pytest.mark.dist
+def test_ranks_with_different_batches_are_told_which_input_differs() -> None:
+    for values, shapes in run(unlike, 2, timeout=90):
+        assert values.startswith("the ranks were given different labels")
+        assert shapes.startswith("the ranks were given different input_ids")
+        assert "rank 0: [2, 5]" in shapes and "rank 1: [2, 6]" in shapes
