@@ -136,6 +136,13 @@ def _slice(node: Node, before: Any, shares: Shares, rank: int) -> None:
     at = position(argument(node, 1, "dim", 0), len(before))
     if not is_sharded(before[at], shares):
         return
+    if node.target is aten.narrow.default:
+        given = argument(node, 2, "start"), argument(node, 3, "length")
+        start = _from_left(given[0], before[at])
+        held = ranges(before[at], shares, rank)
+        first, last = (_held_before(held, place) for place in (start, start + given[1]))
+        node.args, node.kwargs = (node.args[0], at, first, last - first), {}
+        return
     step = argument(node, 4, "step", 1)
     start, stop = argument(node, 2, "start", 0) or 0, argument(node, 3, "end", None)
     if step != 1:  # a step picks out of a minor axis, which is whole on every rank
@@ -183,8 +190,8 @@ def _repeat(graph: Graph, node: Node, before: Any, after: Any, shares: Shares, r
         return many // one
 
     if rule_for(node) is view.repeat:
-        given = node.args[1]
-        made = [copies(i, size) for i, size in enumerate(given)]  # type: ignore[arg-type]
+        given: Any = node.args[1]  # of the last dims: tile may give fewer than there are
+        made = [copies(i, size) for i, size in enumerate(given, len(after) - len(given))]
         node.update_arg(1, made)
     else:
         at = position(argument(node, 2, "dim"), len(after))

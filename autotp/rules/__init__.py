@@ -48,7 +48,8 @@ RULES: dict[str, Rule] = _table(
             dropout empty_like full_like lift_fresh_copy native_dropout ones_like rand_like
             randn_like to type_as zeros_like""",
         pointwise.pointwise: """polar __and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide
-            masked_fill masked_fill_ prelu where""",
+            masked_fill masked_fill_ where""",
+        pointwise.prelu: "prelu",
         reduction.along: """cumprod cumsum flip log_softmax roll softmax _softmax _log_softmax
             logcumsumexp""",
         reduction.attention: "scaled_dot_product_attention",

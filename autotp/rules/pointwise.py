@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from autotp.rules.context import Context, Dims, shape, tensors
+from autotp.rules.notation import name
 
 
 def pointwise(ctx: Context, node: Node) -> Dims:
@@ -15,6 +16,14 @@ def pointwise(ctx: Context, node: Node) -> Dims:
 def like(ctx: Context, node: Node) -> Dims:
     """The result has the dims of the first operand; the others give a dtype or nothing."""
     return ctx.dims(node.args[0])
+
+
+def prelu(ctx: Context, node: Node) -> Dims:
+    """prelu: slopes lie along the second dim, not along the last; one slope serves every item."""
+    dims, slopes = ctx.dims(node.args[0]), ctx.dims(node.args[1])
+    if any(slopes):
+        ctx.bar([*dims[1:2], *slopes], f"{name(node)} has a slope for each item of it")
+    return dims
 
 
 def isin(ctx: Context, node: Node) -> Dims:

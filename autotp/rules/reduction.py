@@ -138,12 +138,10 @@ def _ratio(ctx: Context, query: Factors, heads: Factors) -> sizes.Size:
 
 
 def _reduced(node: Node, rank: int) -> list[int]:
-    given = argument(node, 1, "dim")
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    if names[1:2] not in (["dim"], ["dims"]):
-        given = node.kwargs.get("dim")
-        if given is None:
-            given = next((a for a in node.args[2:3] if isinstance(a, (int, list))), None)
+    given = None
+    for at, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if spec.name in ("dim", "dims"):
+            given = argument(node, at, spec.name, spec.default_value)
     if given is None or given == []:
         return list(range(rank))
     found = [given] if isinstance(given, int) else list(given)

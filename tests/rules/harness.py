@@ -1,169 +1,297 @@
-"""Run one operator whole and on shards, along every axis that inference allows for it."""
+"""Run operators whole and on shards, along every axis that inference allows for them.
+
+The oracle shares nothing with the product but the ranges of a dim: shards are taken and put
+together by positions, ranks run side by side in one autograd graph, and a value that an operator
+contracts is summed over the ranks at once.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
-from autotp.axes import Axis, balanced, is_mixed, is_sharded, leaves, overlap, ranges
+from autotp.axes import Axis, Dim, Shares, balanced, is_mixed, is_sharded, leaves, overlap, ranges
 from autotp.planning import Plan, ShardedAxis
 from autotp.program import Guards, Program, Signature
-from autotp.runtime.weights import shard, unshard
+from autotp.rules import name
 from passes.infer import Inferred, infer
 from passes.localize import localize
 
-BIAS = {
-    torch.ops.aten.addmm.default: 0,
-    torch.ops.aten.baddbmm.default: 0,
-    torch.ops.aten.linear.default: 2,
-}
+aten = torch.ops.aten
+BIAS = {aten.addmm.default: 0, aten.baddbmm.default: 0, aten.linear.default: 2}
+NO_VALUES = {f"aten.{op}" for op in ("empty", "new_empty", "empty_like", "rand_like", "randn_like")}
 SPECIAL = ("lookup", "classes")  # done by operators of their own, tested with them
+
+
+@dataclass
+class Trace:
+    """A program under construction: operators are run on whole values as they are called."""
+
+    graph: Graph = field(default_factory=Graph)
+    inputs: dict[Node, Tensor] = field(default_factory=dict)
+
+    def input(self, value: Tensor) -> Node:
+        """An operand of the program."""
+        node = self.graph.placeholder(f"x{len(self.inputs)}")
+        node.meta["val"] = value
+        self.inputs[node] = value
+        return node
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call; tensors among the arguments (in lists too) become inputs."""
+        given = pytree.tree_map_only(Tensor, self.input, (args, kwargs))
+        node = self.graph.call_function(op, *given)
+        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: _copied(n.meta["val"]))
+        node.meta["val"] = op(*values[0], **values[1])
+        return node
+
+    def case(self, *results: Node) -> Case:
+        """What was called, inferred."""
+        self.graph.output(results)
+        signature = Signature(None, None, (), Guards((), {}, ()))
+        program = Program(self.graph, {}, {}, signature, False)
+        return Case(program, self.inputs, results, infer(program))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, its operands and results, and what inference found."""
+
+    program: Program
+    inputs: Mapping[Node, Tensor]
+    results: tuple[Node, ...]
+    inferred: Inferred
+
+    @cached_property
+    def axes(self) -> dict[str, Axis]:
+        """Leaf axes with at least two items, by name."""
+        found = {a.name: a for dims in self.dims() for dim in dims for a in leaves(dim)}
+        return {name: axis for name, axis in found.items() if (axis.size or 0) > 1}
+
+    def dims(self) -> Iterator[tuple[Dim, ...]]:
+        """The dims of every value."""
+        for value in self.inferred.dims.values():
+            yield from (dims or () for dims in (value if isinstance(value, list) else [value]))
+
+    def used(self, *kinds: str) -> dict[str, set[Node]]:
+        """Axes that a rule made a statement of these kinds about, with the nodes."""
+        found: dict[str, set[Node]] = {}
+        for use, dim in zip(self.inferred.uses, self.inferred.use_dims, strict=True):
+            for axis in leaves(dim) if use.kind in kinds else ():
+                found.setdefault(axis.name, set()).add(use.node)
+        return found
+
+    def refused(self, axis: str) -> bool:
+        """Whether passes/choose.py does not take it: a dim is split twice, or only in part."""
+        alone = {axis: ()}
+        return any(overlap(d, alone) or is_mixed(d, alone) for dims in self.dims() for d in dims)
+
+    @cached_property
+    def whole(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Operands as leaves of autograd, and results."""
+        env = {node.name: leaf(value, _fixed(value)) for node, value in self.inputs.items()}
+        for _ in run([self.program.graph], [env]):
+            pass
+        return env, [env[node.name] for node in self.results]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was tried of one call: axes that were sharded, and those that may not be."""
+    """How many axes (times numbers of ranks) were sharded, and which were not."""
 
     sharded: int
     barred: tuple[str, ...]
     special: int
+    refused: int
 
 
-def trace(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Program, list[Tensor]]:
-    """A program of one operator; its tensor arguments (in lists too) are placeholders."""
-    graph, tensors = Graph(), list[Tensor]()
-
-    def place(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            node = graph.placeholder(f"x{len(tensors)}")
-            node.meta["val"] = value
-            tensors.append(value)
-            return node
-        if isinstance(value, (list, tuple)):
-            return type(value)(place(item) for item in value)
-        return value
-
-    placed = [place(arg) for arg in args], {key: place(value) for key, value in kwargs.items()}
-    node = graph.call_function(op, tuple(placed[0]), placed[1])
-    node.meta["val"] = op(*args, **kwargs)
-    graph.output((node,))
-    signature = Signature(
-        None, None, tuple(f"x{i}" for i in range(len(tensors))), Guards((), {}, ())
-    )
-    return Program(graph, {}, {}, signature, False), tensors
+def one(op: Any, *args: Any, **kwargs: Any) -> Case:
+    """A program of one operator."""
+    trace = Trace()
+    node = trace.call(op, *args, **kwargs)
+    if not isinstance(node.meta["val"], (list, tuple)):
+        return trace.case(node)
+    parts = range(len(node.meta["val"]))
+    return trace.case(*(trace.call(operator.getitem, node, i) for i in parts))
 
 
-def prove(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> Outcome:
-    """Shard every free axis of a call and compare with the whole; AssertionError names the axis."""
-    program, tensors = trace(op, args, kwargs)
-    inferred = infer(program)
-    call = next(n for n in program.graph.nodes if n.op == "call_function")
-    axes = {a.name: a for dims in _all(inferred) for dim in dims for a in leaves(dim)}
-    special = _named(inferred, SPECIAL)
-    free = [a for a in axes.values() if a.name not in inferred.bars and (a.size or 0) > 1]
-    tried = 0
-    for axis, p in itertools.product(free, ranks):
-        if axis.name in special or (axis.size or 0) < p:
-            continue
-        alone = {axis.name: ()}
-        if any(overlap(d, alone) or is_mixed(d, alone) for dims in _all(inferred) for d in dims):
-            continue  # refused by passes/choose.py
-        compare(program, inferred, call, tensors, axis, p)
-        tried += 1
-    barred = tuple(name for name in axes if name in inferred.bars and (axes[name].size or 0) > 1)
-    return Outcome(tried, barred, len(special))
-
-
-def unjustified(op: Any, *args: Any, p: int = 2, **kwargs: Any) -> list[str]:
-    """Reasons of the barred axes along which shards give the right result all the same."""
-    program, tensors = trace(op, args, kwargs)
-    inferred = infer(program)
-    call = next(n for n in program.graph.nodes if n.op == "call_function")
-    axes = {a.name: a for dims in _all(inferred) for dim in dims for a in leaves(dim)}
-    found = []
-    for name, bar in sorted(inferred.bars.items()):
-        if name not in axes or (axes[name].size or 0) < p:
-            continue
+def prove(case: Case, ranks: Sequence[int] = (2, 3)) -> Outcome:
+    """Shard every free axis and compare with the whole; AssertionError names the axis."""
+    special = case.used(*SPECIAL)
+    free = [a for a in case.axes.values() if a.name not in case.inferred.bars]
+    free = [a for a in free if a.name not in special]
+    taken = [axis for axis in free if not case.refused(axis.name)]
+    pairs = [(axis, p) for axis, p in itertools.product(taken, ranks) if (axis.size or 0) >= p]
+    for axis, p in pairs:
         try:
-            compare(program, inferred, call, tensors, axes[name], p)
-        except (AssertionError, RuntimeError, ValueError, IndexError, StopIteration):
-            continue
-        found.append(bar.reason)
-    return found
+            compare(case, axis, p)
+        except AssertionError as error:
+            place = f"{case.program.graph}\nalong {axis.name} (size {axis.size}) over {p} ranks"
+            raise AssertionError(f"{place}: {error}") from error
+    barred = tuple(name for name in case.axes if name in case.inferred.bars)
+    return Outcome(len(pairs), barred, len(special), len(free) - len(taken))
 
 
-def compare(
-    program: Program, inferred: Inferred, call: Node, tensors: list[Tensor], axis: Axis, p: int
+def compare(case: Case, axis: Axis, p: int) -> None:
+    """One axis over p ranks: results and gradients of shards are those of the whole."""
+    plan = plan_of(axis, p)
+    envs = split(case, plan, graded=True)
+    contracts = {node.name for node in case.used("contract").get(axis.name, ())}
+    for node in run(localized(case, plan), envs, contracts):
+        if node.name in contracts:
+            _reduce(node, envs)
+    for result, want in zip(case.results, case.whole[1], strict=True):
+        mine = [env[result.name] for env in envs]
+        held = _held(case.inferred.dims[result], plan)
+        found = joined(mine, held) if held else mine[0]
+        for part in [found] if held else mine:
+            assert part.shape == want.shape, f"{part.shape}, not {want.shape}"
+            if name(result) not in NO_VALUES:
+                assert_close(part, want, result.name)
+        assert found.requires_grad == want.requires_grad
+        if want.requires_grad and "NotImplemented" not in str(want.grad_fn):
+            _compare_gradients(case, plan, envs, found, want)
+
+
+def _compare_gradients(
+    case: Case, plan: Plan, envs: list[dict[str, Tensor]], found: Tensor, want: Tensor
 ) -> None:
-    """One axis over p ranks: results of shards, put together, are the whole result."""
+    """Gradients of shards lie as the shards do; those of an operand that all hold add up."""
+    operands, _ = case.whole
+    nodes = [node for node in case.inputs if operands[node.name].requires_grad]
+    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(want)
+    whole = torch.autograd.grad(
+        want, [operands[n.name] for n in nodes], weight, retain_graph=True, allow_unused=True
+    )
+    local = torch.autograd.grad(
+        found,
+        [env[f"leaf_{n.name}"] for n in nodes for env in envs],
+        weight,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    for i, (node, expected) in enumerate(zip(nodes, whole, strict=True)):
+        some = [
+            torch.zeros_like(env[f"leaf_{node.name}"]) if grad is None else grad
+            for env, grad in zip(envs, local[i * plan.tp : (i + 1) * plan.tp], strict=True)
+        ]
+        held = _held(case.inferred.dims[node], plan)
+        total = joined(some, held) if held else torch.stack(some).sum(0)
+        if expected is None:
+            expected = torch.zeros_like(total)
+        assert_close(total, expected, f"gradient of {node.name}")
+
+
+def plan_of(axis: Axis, p: int) -> Plan:
+    """A plan that shards one axis."""
     assert axis.size is not None
-    bounds = balanced(axis.size, p)
-    plan = Plan("", p, (ShardedAxis(axis.name, "mlp", axis.size, bounds, (), ()),), (), ())
-    for node in program.graph.nodes:
-        node.meta["dims"], node.meta["placement"] = inferred.dims[node], "I"
-    inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
-    contracted = axis.name in _named(inferred, ("contract",))
-    parts = []
-    for rank in range(p):
-        local = localize(program, plan, rank=rank)
-        node = next(n for n in local.graph.nodes if n.target == call.target or _renamed(n, call))
-        env = {}
-        for source, tensor in zip(inputs, tensors, strict=True):
-            held = [ranges(dim, plan.shares, rank) for dim in inferred.dims[source]]
-            env[source.name] = shard(tensor, held)
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n, e=env: e[n.name])
-        if rank and contracted and call.target in BIAS:  # it is added once, behind g
-            at = BIAS[call.target]
-            if len(args) > at:
-                args = (*args[:at], torch.zeros_like(args[at]), *args[at + 1 :])
-        assert callable(node.target)
-        parts.append(node.target(*args, **kwargs))
-    outs, whole = inferred.dims[call], call.meta["val"]
-    if not isinstance(outs, list):
-        outs, whole, parts = [outs], [whole], [[part] for part in parts]
-    for index, (dims, want) in enumerate(zip(outs, whole, strict=True)):
-        if not isinstance(want, Tensor):
+    sharded = ShardedAxis(axis.name, "mlp", axis.size, balanced(axis.size, p), (), ())
+    return Plan("", p, (sharded,), (), ())
+
+
+def localized(case: Case, plan: Plan) -> list[Graph]:
+    """The graph of each rank."""
+    for node in case.program.graph.nodes:
+        node.meta["dims"], node.meta["placement"] = case.inferred.dims[node], "I"
+    return [localize(case.program, plan, rank=rank).graph for rank in range(plan.tp)]
+
+
+def split(case: Case, plan: Plan, graded: bool = False) -> list[dict[str, Tensor]]:
+    """The operands of each rank, by name: its own leaves of autograd if `graded`."""
+    envs: list[dict[str, Tensor]] = [{} for _ in range(plan.tp)]
+    for node, value in case.inputs.items():
+        for rank, env in enumerate(envs):
+            part = value
+            for i, dim in enumerate(case.inferred.dims[node]):
+                if is_sharded(dim, plan.shares):
+                    part = part.index_select(i, positions(dim, plan.shares, rank))
+            env[node.name] = env[f"leaf_{node.name}"] = leaf(part, not graded or _fixed(value))
+    return envs
+
+
+def run(
+    graphs: Sequence[Graph], envs: Sequence[dict[str, Any]], contracts: Collection[str] = ()
+) -> Iterator[Node]:
+    """Run every rank's graph call by call; yields each call of the first once all have made it.
+
+    A bias of a call that contracts belongs to the first rank alone: it is added once, behind g.
+    """
+    for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
+        if nodes[0].op != "call_function":
             continue
-        mine = [part[index] for part in parts]
-        if any(is_sharded(dim, plan.shares) for dim in dims):
-            held = [[ranges(dim, plan.shares, r) for dim in dims] for r in range(p)]
-            found = [unshard(mine, held)]
-        elif contracted:
-            found = [torch.stack(mine).sum(0)]
-            if call.target is torch.ops.aten.mean.dim:  # the rewriter divides by the whole count
-                shares = [length / axis.size for length in _lengths(bounds)]
-                found = [torch.stack([m * s for m, s in zip(mine, shares, strict=True)]).sum(0)]
-        else:
-            found = mine
-        for part in found:
-            where = f"{call.target} along {axis.name} (size {axis.size}) over {p} ranks"
-            assert part.shape == want.shape, f"{where}: {part.shape}, not {want.shape}"
-            assert torch.allclose(part, want, rtol=1e-9, atol=1e-9, equal_nan=True), where
+        for rank, (node, env) in enumerate(zip(nodes, envs, strict=True)):
+            args, kwargs = torch.fx.map_arg(
+                (node.args, dict(node.kwargs)), lambda n, env=env: _copied(env[n.name])
+            )
+            at = BIAS.get(node.target, len(args))
+            if rank and node.name in contracts and at < len(args):
+                args = (*args[:at], torch.zeros_like(args[at]), *args[at + 1 :])
+            env[node.name] = node.target(*args, **kwargs)
+        yield nodes[0]
 
 
-def _lengths(bounds: Sequence[int]) -> list[int]:
-    return [b - a for a, b in itertools.pairwise(bounds)]
+def _reduce(node: Node, envs: list[dict[str, Any]]) -> None:
+    """Sum a partial result over the ranks; a mean of a part counts as much as it has items."""
+    parts = [env[node.name] for env in envs]
+    if node.target is aten.mean.dim:
+        source, dims = node.args[0].name, node.args[1]  # type: ignore[union-attr]
+        counts = [torch.Size(env[source].shape[d] for d in dims).numel() for env in envs]  # type: ignore[union-attr]
+        parts = [part * n / sum(counts) for part, n in zip(parts, counts, strict=True)]
+    for env in envs:
+        env[node.name] = torch.stack(parts).sum(0)
 
 
-def _renamed(node: Node, call: Node) -> bool:
-    """`split` is localized to `split_with_sizes`, `squeeze` to `squeeze.dims`."""
-    return node.op == "call_function" and node.name == call.name
+def _held(dims: Any, plan: Plan) -> tuple[int, list[Tensor]] | None:
+    """The dim that is split, and the positions of each rank; None for a value that is whole."""
+    for i, dim in enumerate(dims):
+        if is_sharded(dim, plan.shares):
+            return i, [positions(dim, plan.shares, rank) for rank in range(plan.tp)]
+    return None
 
 
-def _all(inferred: Inferred) -> list[Any]:
-    found: list[Any] = []
-    for value in inferred.dims.values():
-        found += value if isinstance(value, list) else [value or ()]
-    return [dims for dims in found if dims is not None]
+def positions(dim: Dim, shares: Shares, rank: int) -> Tensor:
+    """Positions of the whole dim that a rank holds."""
+    held = ranges(dim, shares, rank)
+    return torch.tensor([i for start, stop in held for i in range(start, stop)], dtype=torch.long)
 
 
-def _named(inferred: Inferred, kinds: Sequence[str]) -> set[str]:
-    """Axes that a rule made a statement of these kinds about."""
-    pairs = zip(inferred.uses, inferred.use_dims, strict=True)
-    return {axis.name for use, dim in pairs if use.kind in kinds for axis in leaves(dim)}
+def joined(parts: Sequence[Tensor], held: tuple[int, Sequence[Tensor]]) -> Tensor:
+    """Parts laid at their positions; each position is held once."""
+    dim, places = held
+    for part, own in zip(parts, places, strict=True):
+        assert part.shape[dim] == len(own), f"{part.shape[dim]} items for {len(own)} positions"
+    order = torch.cat(list(places))
+    assert sorted(order.tolist()) == list(range(len(order))), f"positions {order.tolist()}"
+    return torch.cat(list(parts), dim).index_select(dim, order.argsort())
+
+
+def leaf(value: Tensor, fixed: bool) -> Tensor:
+    """A copy; a leaf of autograd if it is of real or complex numbers, and not fixed."""
+    copy = value.detach().clone()
+    return copy.requires_grad_(not fixed and (copy.is_floating_point() or copy.is_complex()))
+
+
+def _fixed(value: Tensor) -> bool:
+    """Whether a test says that an operator has no derivative by this operand."""
+    return getattr(value, "fixed", False)
+
+
+def assert_close(found: Tensor, want: Tensor, what: str) -> None:
+    """Equal but for rounding."""
+    if found.dtype == want.dtype and torch.allclose(found, want, 1e-9, 1e-9, equal_nan=True):
+        return
+    raise AssertionError(f"{what} is\n{found}\nnot\n{want}")
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a tensor, as an operator may write into its operand."""
+    return pytree.tree_map_only(Tensor, torch.clone, value)

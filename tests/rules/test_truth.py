@@ -1,10 +1,11 @@
 """Rules proved by execution: an operator on shards, along every axis that its rule allows, gives
-the shards of what it gives on the whole; and an axis that a rule bars gives something else.
+the shards of what it gives on the whole, gradients too; and an axis that a rule bars gives
+something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,311 +15,132 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autotp.rules import RULES
-from tests.rules.harness import prove, unjustified
+from tests.rules.cases import CASES, Call, Sizes, bits, fixed, ints, x
+from tests.rules.harness import Case, one, prove
+from tests.rules.naive import unjustified
 
 aten = torch.ops.aten
-Sizes = tuple[int, int, int, int]
-Case = Callable[[Sizes], tuple[Any, ...]]
 
-
-def x(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def ints(high: int, *shape: int) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high))
-
-
-def bits(*shape: int, seed: int = 0) -> Tensor:
-    return x(*shape, seed=seed) > 0
-
-
-def unary(op: Any, *rest: Any) -> Case:
-    return lambda s: (op, x(s[0], s[1], s[2]), *rest)
-
-
-def binary(op: Any, make: Callable[..., Tensor] = x) -> Case:
-    """With broadcasting, as pointwise operators have it."""
-    return lambda s: (op, make(s[0], 1, s[2]), make(s[1], s[2], seed=1))
-
-
-# For each operator in the table: calls, from sizes. A tuple is (overload, *arguments).
-CASES: dict[str, list[Case]] = {
-    "convolution": [
-        lambda s: (aten.conv1d.default, x(s[0], s[1], 7), x(s[2], s[1], 3), x(s[2])),
-        lambda s: (aten.conv1d.default, x(s[0], s[1], 7), x(s[1], 1, 3), None, [1], [1], [1], s[1]),
-    ],
-    "gather": [lambda s: (aten.gather.default, x(s[0], s[1]), 1, ints(s[1], s[0], s[2]))],
-    "index": [
-        lambda s: (aten.index.Tensor, x(s[0], s[1], s[2]), [None, ints(s[1], s[3])]),
-        lambda s: (
-            aten.index.Tensor,
-            x(s[0], s[1], s[2]),
-            [ints(s[0], s[3], 1), None, ints(s[2], 2)],
-        ),
-    ],
-    "index_select": [lambda s: (aten.index_select.default, x(s[0], s[1]), 1, ints(s[1], s[2]))],
-    "embedding": [lambda s: (aten.embedding.default, x(s[0], s[1]), ints(s[0], s[2], s[3]))],
-    "addmm": [
-        lambda s: (aten.addmm.default, x(s[2]), x(s[0], s[1]), x(s[1], s[2])),
-        lambda s: (aten.addmm.default, x(s[0], s[2]), x(s[0], s[1]), x(s[1], s[2])),
-    ],
-    "baddbmm": [
-        lambda s: (
-            aten.baddbmm.default,
-            x(s[3], s[0], s[2]),
-            x(s[3], s[0], s[1]),
-            x(s[3], s[1], s[2]),
-        )
-    ],
-    "einsum": [
-        lambda s: (
-            aten.einsum.default,
-            "bhqd,bhkd->bhqk",
-            [x(*s), x(s[0], s[1], s[2], s[3], seed=1)],
-        ),
-        lambda s: (aten.einsum.default, "bi,io->bo", [x(s[0], s[1]), x(s[1], s[2])]),
-    ],
-    "linear": [
-        lambda s: (aten.linear.default, x(s[0], s[1], s[2]), x(s[3], s[2]), x(s[3])),
-        lambda s: (aten.linear.default, x(s[0], s[2]), x(s[3], s[2])),
-    ],
-    "matmul": [
-        lambda s: (aten.matmul.default, x(*s), x(s[0], s[1], s[3], s[2])),
-        lambda s: (aten.matmul.default, x(s[0], s[1], s[2]), x(s[2], s[3])),
-        lambda s: (aten.matmul.default, x(s[0], s[1]), x(s[1])),
-        lambda s: (aten.matmul.default, x(s[1]), x(s[0], s[1], s[2])),
-    ],
-    "mm": [lambda s: (aten.mm.default, x(s[0], s[1]), x(s[1], s[2]))],
-    "bmm": [lambda s: (aten.bmm.default, x(s[0], s[1], s[2]), x(s[0], s[2], s[3]))],
-    "isin": [lambda s: (aten.isin.Tensor_Tensor, ints(9, s[0], s[1]), ints(9, s[2]))],
-    "polar": [binary(aten.polar.default)],
-    "prelu": [lambda s: (aten.prelu.default, x(s[0], s[1]), x(1))],
-    "where": [lambda s: (aten.where.self, bits(s[1], 1), x(s[0], s[1], s[2]), x(s[2]))],
-    "copy_": [lambda s: (aten.copy_.default, x(s[0], s[1]), x(s[1], seed=1))],
-    "floor_divide": [binary(aten.floor_divide.default)],
-    "masked_fill": [
-        lambda s: (aten.masked_fill.Scalar, x(s[0], s[1], s[2]), bits(s[1], 1), 2.0),
-        lambda s: (aten.masked_fill.Tensor, x(s[0], s[1]), bits(s[1]), torch.tensor(2.0).double()),
-    ],
-    "masked_fill_": [lambda s: (aten.masked_fill_.Scalar, x(s[0], s[1]), bits(s[1]), 2.0)],
-    "scaled_dot_product_attention": [
-        lambda s: (aten.scaled_dot_product_attention.default, x(*s), x(*s, seed=1), x(*s, seed=2)),
-        lambda s: (
-            *(aten.scaled_dot_product_attention.default, x(*s), x(*s, seed=1), x(*s, seed=2)),
-            *(None, 0.0, True),
-        ),
-        lambda s: (
-            *(aten.scaled_dot_product_attention.default, x(*s), x(s[0], s[1], 5, s[3])),
-            *(x(s[0], s[1], 5, 3), x(1, s[1], s[2], 5)),
-        ),
-    ],
-    "layer_norm": [
-        lambda s: (aten.layer_norm.default, x(s[0], s[1], s[2]), [s[2]], x(s[2]), x(s[2], seed=1)),
-        lambda s: (aten.layer_norm.default, x(s[0], s[1], s[2]), [s[1], s[2]]),
-    ],
-    "rms_norm": [lambda s: (aten.rms_norm.default, x(s[0], s[1], s[2]), [s[2]], x(s[2]))],
-    "mean": [
-        unary(aten.mean.dim, [1]),
-        unary(aten.mean.dim, [0, -1], True),
-        unary(aten.mean.default),
-    ],
-    "sum": [unary(aten.sum.dim_IntList, [1]), unary(aten.sum.dim_IntList, [-1], True)],
-    "all": [lambda s: (aten.all.dim, bits(s[0], s[1]), 1)],
-    "any": [lambda s: (aten.any.dim, bits(s[0], s[1]), 1, True)],
-    "amax": [unary(aten.amax.default, [1])],
-    "amin": [unary(aten.amin.default, [1], True)],
-    "argmax": [unary(aten.argmax.default, 1)],
-    "argmin": [unary(aten.argmin.default, -1, True)],
-    "argsort": [unary(aten.argsort.default, 1)],
-    "linalg_vector_norm": [unary(aten.linalg_vector_norm.default, 2, [1])],
-    "logsumexp": [unary(aten.logsumexp.default, [1])],
-    "max": [unary(aten.max.dim, 1), unary(aten.max.default)],
-    "median": [unary(aten.median.dim, 1)],
-    "min": [unary(aten.min.dim, 1, True)],
-    "norm": [unary(aten.norm.ScalarOpt_dim, 2, [1])],
-    "prod": [unary(aten.prod.dim_int, 1)],
-    "sort": [unary(aten.sort.default, 1)],
-    "std": [unary(aten.std.correction, [1])],
-    "var": [unary(aten.var.correction, [1])],
-    "topk": [lambda s: (aten.topk.default, x(s[0], s[1] + 1, s[2]), 2, 1)],
-    "tril": [unary(aten.tril.default)],
-    "triu": [unary(aten.triu.default, 1)],
-    "cumprod": [unary(aten.cumprod.default, 1)],
-    "cumsum": [unary(aten.cumsum.default, 1)],
-    "logcumsumexp": [unary(aten.logcumsumexp.default, 1)],
-    "flip": [unary(aten.flip.default, [1])],
-    "roll": [unary(aten.roll.default, [1], [1])],
-    "softmax": [unary(aten.softmax.int, 1)],
-    "log_softmax": [unary(aten.log_softmax.int, -1)],
-    "_softmax": [unary(aten._softmax.default, 1, False)],
-    "_log_softmax": [unary(aten._log_softmax.default, 1, False)],
-    "view_as_complex": [lambda s: (aten.view_as_complex.default, x(s[0], s[1], 2))],
-    "view_as_real": [
-        lambda s: (aten.view_as_real.default, torch.complex(x(s[0], s[1]), x(s[0], s[1])))
-    ],
-    "mT": [lambda s: (aten.mT.default, x(s[0], s[1], s[2]))],
-    "adjoint": [lambda s: (aten.adjoint.default, x(s[0], s[1], s[2]))],
-    "matrix_H": [lambda s: (aten.matrix_H.default, x(s[0], s[1]))],
-    "cat": [lambda s: (aten.cat.default, [x(s[0], s[1]), x(s[0], s[2], seed=1)], 1)],
-    "concat": [lambda s: (aten.concat.default, [x(s[0], s[1]), x(s[2], s[1], seed=1)])],
-    "expand": [lambda s: (aten.expand.default, x(s[0], 1, s[2]), [s[3], -1, s[1], s[2]])],
-    "expand_as": [lambda s: (aten.expand_as.default, x(s[0], 1), x(s[0], s[1]))],
-    "broadcast_to": [lambda s: (aten.broadcast_to.default, x(1, s[1]), [s[0], s[1]])],
-    "pad": [lambda s: (aten.pad.default, x(s[0], s[1]), [0, 1])],
-    "constant_pad_nd": [
-        lambda s: (aten.constant_pad_nd.default, x(s[0], s[1], s[2]), [1, 0, 0, 0])
-    ],
-    "permute": [unary(aten.permute.default, [2, 0, 1])],
-    "transpose": [unary(aten.transpose.int, 0, -1)],
-    "t": [lambda s: (aten.t.default, x(s[0], s[1]))],
-    "numpy_T": [lambda s: (aten.numpy_T.default, x(s[0], s[1]))],
-    "swapaxes": [unary(aten.swapaxes.default, 0, 1)],
-    "swapdims": [unary(aten.swapdims.default, 1, 2)],
-    "view": [
-        lambda s: (aten.view.default, x(s[0], s[1] * s[2], s[3]), [s[0], s[1], s[2] * s[3]]),
-        lambda s: (aten.view.default, x(s[0], s[1], s[2]), [s[0] * s[1], -1]),
-    ],
-    "reshape": [lambda s: (aten.reshape.default, x(s[0], s[1] * s[2]), [s[0] * s[1], s[2]])],
-    "_unsafe_view": [lambda s: (aten._unsafe_view.default, x(s[0], s[1]), [s[0] * s[1]])],
-    "flatten": [unary(aten.flatten.using_ints, 1, 2)],
-    "unflatten": [lambda s: (aten.unflatten.int, x(s[0], s[1] * s[2]), 1, [s[1], s[2]])],
-    "squeeze": [
-        lambda s: (aten.squeeze.dim, x(s[0], 1, s[2]), 1),
-        lambda s: (aten.squeeze.default, x(s[0] + 1, 1, s[2] + 1)),
-    ],
-    "unsqueeze": [unary(aten.unsqueeze.default, 1)],
-    "view_as": [lambda s: (aten.view_as.default, x(s[0], s[1]), x(s[0], s[1], seed=1))],
-    "reshape_as": [lambda s: (aten.reshape_as.default, x(s[0], s[1]), x(s[0], s[1], seed=1))],
-    "repeat": [lambda s: (aten.repeat.default, x(s[0], s[1]), [s[2], 1, s[3]])],
-    "tile": [lambda s: (aten.tile.default, x(s[0], s[1]), [1, s[2]])],
-    "repeat_interleave": [unary(aten.repeat_interleave.self_int, 2, 1)],
-    "select": [lambda s: (aten.select.int, x(s[0], s[1], s[2]), 1, -1)],
-    "slice": [
-        lambda s: (aten.slice.Tensor, x(s[0], s[1] + s[2]), 1, s[1], s[1] + s[2]),
-        lambda s: (aten.slice.Tensor, x(s[0], 2 * s[1]), 1, 1, 2**63 - 1, 2),
-    ],
-    "split": [lambda s: (aten.split.Tensor, x(s[0], 3 * s[1]), s[1], 1)],
-    "split_with_sizes": [
-        lambda s: (aten.split_with_sizes.default, x(s[0], s[1] + s[2]), [s[1], s[2]], 1)
-    ],
-    "chunk": [lambda s: (aten.chunk.default, x(s[0], s[1] + 2), 2, 1)],
-    "tensor_split": [lambda s: (aten.tensor_split.sections, x(s[0], s[1] + 3), 3, 1)],
-    "unsafe_chunk": [lambda s: (aten.unsafe_chunk.default, x(s[0], s[1] + 2), 2, 1)],
-    "unsafe_split": [lambda s: (aten.unsafe_split.Tensor, x(s[0], 2 * s[1]), s[1], 1)],
-    "stack": [lambda s: (aten.stack.default, [x(s[0], s[1]), x(s[0], s[1], seed=1)], 1)],
-    "unbind": [unary(aten.unbind.int, 1)],
-    "full": [lambda s: (aten.full.default, [s[0], s[1]], 3.0)],
-    "ones": [lambda s: (aten.ones.default, [s[0], s[1]])],
-    "zeros": [lambda s: (aten.zeros.default, [s[0], s[1]])],
-    "scalar_tensor": [lambda s: (aten.scalar_tensor.default, 3.0)],
-    "new_full": [lambda s: (aten.new_full.default, x(2), [s[0], s[1]], 3.0)],
-    "new_ones": [lambda s: (aten.new_ones.default, x(2), [s[0], s[1]])],
-    "new_zeros": [lambda s: (aten.new_zeros.default, x(2), [s[0], s[1]])],
-    "alias": [unary(aten.alias.default)],
-    "_to_copy": [unary(aten._to_copy.default)],
-    "alpha_dropout": [unary(aten.alpha_dropout.default, 0.5, False)],
-    "bernoulli": [lambda s: (aten.bernoulli.default, bits(s[0], s[1]).double())],
-    "celu": [unary(aten.celu.default)],
-    "contiguous": [unary(aten.contiguous.default)],
-    "detach": [unary(aten.detach.default)],
-    "detach_": [unary(aten.detach_.default)],
-    "dropout": [unary(aten.dropout.default, 0.5, False)],
-    "native_dropout": [unary(aten.native_dropout.default, 0.5, False)],
-    "full_like": [unary(aten.full_like.default, 2.0)],
-    "ones_like": [unary(aten.ones_like.default)],
-    "zeros_like": [unary(aten.zeros_like.default)],
-    "lift_fresh_copy": [unary(aten.lift_fresh_copy.default)],
-    "to": [unary(aten.to.dtype, torch.float32)],
-    "type_as": [lambda s: (aten.type_as.default, x(s[0], s[1]), x(2).float())],
-    **{op: [binary(getattr(aten, op).Tensor, bits)] for op in ["__and__", "__or__", "__xor__"]},
-    **{
-        op: [lambda s, op=op: (getattr(aten, op).Tensor, bits(s[0], s[1]), bits(s[1], seed=1))]  # type: ignore[misc]
-        for op in ["__iand__", "__ior__"]
-    },
-}
-
-# Tested elsewhere, with the reason.
+# Rules without a case, and what proves them.
 ELSEWHERE = {
     "arange": "each rank takes its part of the whole: tests/test_small_models.py (SlopedAttention)",
-    "linspace": "as arange",
-    "narrow": "capture writes it as slice, whose borders are localized",
-    "conv1d": "under the name convolution above",
-    "conv2d": "the same rule as conv1d",
-    "conv3d": "the same rule as conv1d",
-    "cross_entropy_loss": "an operator of its own: tests/runtime/test_vocabulary.py",
+    "linspace": "the same rule as arange",
     "sym_size": "gives a number",
-    "empty": "has no values",
-    "new_empty": "has no values",
-    "empty_like": "has no values",
-    "rand_like": "has random values",
-    "randn_like": "has random values",
-    "_grouped_mm": "tests/rules/test_structures.py",
+    "_grouped_mm": "not for float64 on a CPU; the same rule as grouped_mm_fallback",
     "grouped_mm_fallback": "tests/rules/test_structures.py",
 }
 
-# Barred although shards would do: (operator, a part of the reason), with why it is barred.
+# Barred although shards would do: the reasons that a rule gives, with why it bars.
 CONSERVATIVE = {
-    "all": "could be a sum of truths",
-    "any": "could be a sum of truths",
-    "gather": "index dims of another size are not followed",
-    "stack": "the new dim numbers tensors that every rank has whole",
-    "unbind": "every rank needs every item",
-    "isin": "a set could be searched in parts",
-    "copy_": "only where sizes are 1",
+    ("einsum", "einsum takes a diagonal over it"): "one axis may not split a tensor twice",
+    ("gather", "aten.gather looks items up by position"): "no model needs its index dim split",
 }
 
-POINTWISE = [
-    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default),
-    *(aten.atan2.default, aten.le.Tensor, aten.eq.Tensor),
-]
-UNARY = [
-    *(aten.gelu.default, aten.silu.default, aten.relu.default, aten.tanh.default, aten.exp.default),
-    *(aten.sigmoid.default, aten.rsqrt.default, aten.neg.default, aten.erf.default),
-]
+SEVERAL = [(3, 4, 5, 6), (4, 5, 6, 3), (6, 3, 4, 5)]
 sizes = st.tuples(*[st.integers(1, 6)] * 4)
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+
+
+def made(call: Call, s: Sizes) -> Case:
+    """A call with sizes, inferred."""
+    op, *args = call(s)
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+    return one(op, *args, **kwargs)
 
 
 @pytest.mark.parametrize("op", CASES)
 @given(sizes)
 @few
 def test_shards_of_a_call_are_the_call_on_shards(op: str, s: Sizes) -> None:
-    for case in CASES[op]:
-        target, *args = case(s)
-        prove(target, *args)
-
-
-@pytest.mark.parametrize("op", [*POINTWISE, *UNARY], ids=str)
-@given(sizes)
-@few
-def test_pointwise_operators_need_no_rule(op: Any, s: Sizes) -> None:
-    call = binary(op)(s) if op in POINTWISE else unary(op)(s)
-    outcome = prove(*call)
-    assert not outcome.barred
-    assert outcome.sharded or max(s) == 1 or s[:3] == (1, 1, 1)
+    for call in CASES[op]:
+        prove(made(call, s))
 
 
 @pytest.mark.parametrize("op", CASES)
 def test_an_axis_is_barred_for_a_reason(op: str) -> None:
-    for case in CASES[op]:
-        target, *args = case((3, 4, 5, 6))
-        found = unjustified(target, *args)
-        assert not found or op in CONSERVATIVE, f"{target} may be sharded, but: {found}"
+    found = {
+        reason
+        for call in CASES[op]
+        for reason in unjustified(made(call, s) for s in SEVERAL).values()
+    }
+    assert found == {reason for name, reason in CONSERVATIVE if name == op}
 
 
-def test_something_is_sharded_in_nearly_every_case() -> None:
-    """A rule that bars everything would pass the tests above."""
-    idle = {op for op, cases in CASES.items() if not any(_tried(case) for case in cases)}
-    assert idle <= {"scalar_tensor", "tril", "triu"} | {"_unsafe_view"}, idle
-
-
-def _tried(case: Case) -> int:
-    target, *args = case((3, 4, 5, 6))
-    return prove(target, *args).sharded
+def test_something_is_sharded_for_every_rule() -> None:
+    """A rule that refuses everything would pass the tests above."""
+    tried = {op: [prove(made(call, SEVERAL[0])) for call in CASES[op]] for op in CASES}
+    idle = {op for op, outcomes in tried.items() if not any(o.sharded for o in outcomes)}
+    assert idle == {"scalar_tensor"}
 
 
 def test_every_rule_has_a_case() -> None:
-    missing = {name.split(".")[1] for name in RULES} - set(CASES) - set(ELSEWHERE)
-    assert not missing
+    names = {name.split(".")[1] for name in RULES}
+    assert names == set(CASES) | set(ELSEWHERE)
+    assert not set(CASES) & set(ELSEWHERE)
+    for op, calls in CASES.items():
+        targets = {str(call(SEVERAL[0])[0]) for call in calls}
+        assert {target.split(".")[1] for target in targets} == {op}
+
+
+# ---- operators that torch tags as pointwise need no rule
+
+
+def tagged() -> Iterator[Any]:
+    """Pointwise operators of nothing but tensors: all that torch has."""
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
+            op = getattr(packet, overload)
+            schema = op._schema
+            needed = [a for a in schema.arguments if not a.has_default_value()]
+            if (
+                torch.Tag.pointwise in op.tags
+                and torch.Tag.nondeterministic_seeded not in op.tags
+                and not schema.is_mutable
+                and [str(r.type) for r in schema.returns] == ["Tensor"]
+                and needed
+                and {str(a.type) for a in needed} == {"Tensor"}
+                and not name.endswith("_backward")
+                and name not in CASES
+            ):
+                yield op
+
+
+@st.composite
+def broadcast(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Three shapes that broadcast against each other, of 1 to 4 dims."""
+    whole = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    shapes = []
+    for _ in range(3):
+        kept = draw(st.lists(st.booleans(), min_size=len(whole), max_size=len(whole)))
+        shape = [size if keep else 1 for size, keep in zip(whole, kept, strict=True)]
+        shapes.append(tuple(shape[draw(st.integers(0, len(shape))) :]))
+    return shapes
+
+
+def operand(op: Any, shape: tuple[int, ...], seed: int) -> Tensor:
+    name = op._schema.name
+    if any(word in name for word in ("bitwise", "shift", "gcd", "lcm")):
+        return ints(9, *shape)
+    if name == "aten::where" and seed == 0:
+        return bits(*shape)
+    value = x(*shape, seed=seed).abs() + 0.1
+    return fixed(value) if any(word in name for word in ("igamma", "zeta")) else value
+
+
+@pytest.mark.parametrize("op", tagged(), ids=str)
+@given(broadcast())
+@few
+def test_pointwise_operators_need_no_rule(op: Any, shapes: list[tuple[int, ...]]) -> None:
+    clamps = op._schema.name in ("aten::clamp", "aten::clip")  # of two defaults one must be given
+    given = 1 if clamps else sum(not a.has_default_value() for a in op._schema.arguments)
+    operands: list[Any] = [operand(op, shape, i) for i, shape in enumerate(shapes[:given])]
+    if clamps and op._overloadname == "Tensor":
+        given = 2
+        operands += [x(*shapes[1], seed=1)]
+    elif clamps:
+        operands += [0.5]
+    outcome = prove(one(op, *operands))
+    longest = [max((s[::-1][i] for s in shapes[:given] if len(s) > i), default=1) for i in range(4)]
+    assert outcome.sharded == sum((n >= 2) + (n >= 3) for n in longest)
+    assert not outcome.barred
