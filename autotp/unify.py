@@ -18,6 +18,7 @@ from autotp.axes import Axis, Dim, Product, Sum
 from autotp.sizes import ONE, Size
 
 Factors: TypeAlias = tuple[int, ...]
+EMPTY: Size = (0, ())
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class AxisTable:
         a, b = list(self.factors(one)), list(self.factors(other))
         while a and b:
             x, y = a.pop(), b.pop()
-            if x == y:
+            if x == y or self._size[x] == self._size[y] == EMPTY:
                 continue
             if self._size[x] == self._size[y]:
                 self._join(x, y)
@@ -199,8 +200,14 @@ class AxisTable:
 
     def cut(self, dim: Factors, widths: Sequence[Size]) -> list[Factors] | None:
         """A dim cut into consecutive parts of these sizes; None if it cannot be expressed."""
-        if len(widths) == 1:
-            return [dim]
+        if len(widths) < 2:
+            return [dim][: len(widths)]
+        if EMPTY in widths:  # a part without items is no part: the rest may be the whole dim
+            kept = self.cut(dim, [width for width in widths if width != EMPTY])
+            if kept is None:
+                return None
+            others = iter(kept)
+            return [self.new(EMPTY) if w == EMPTY else next(others) for w in widths]
         all_factors = self.factors(dim)
         if not all_factors:
             return None
@@ -242,11 +249,12 @@ class AxisTable:
                     queue.insert(0, two[1])
                 pieces.append(part)
                 missing -= count
-            result.append(self.concat(pieces) if pieces else self.new((0, ())))
+            result.append(self.concat(pieces))
         return result
 
     def concat(self, dims: Sequence[Factors], size: Size | None = None) -> Factors:
         """The dim of several laid end to end (`cat`); `size` is given where it is dynamic."""
+        dims = [dim for dim in dims if self.size(dim) != EMPTY] or dims[:1]
         if len(dims) == 1:
             return dims[0]
         made = self.new(size or (sum(self.size(dim)[0] for dim in dims), ()))

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from autotp import axes, sizes
-from autotp.proof import operators, shapes, views
+from autotp.proof import elementwise, operators, products, shapes, views
 from autotp.proof.layout import layout_of
 from autotp.proof.state import State, each, flat
 from autotp.proof.values import PARTIAL, Call, Place, Refused, Value, bind
@@ -57,13 +57,13 @@ def visit(state: State, node: Node) -> Any:
 
 def _typed(state: State, node: Node, call: Call, target: Any, found: Any) -> Any:
     rule = operators.rule_of(call.name, target)
-    made = rule is operators.create  # its operands give a dtype and a device
+    made = rule is elementwise.create  # its operands give a dtype and a device
     operands = [] if made else call.all()
     grad = any(value.grad for value in operands) and target is not _aten.detach.default
     results = state.new(call.out, grad)
     kinds = {value.kind for value in operands}
     if "P" in kinds:
-        _check_linear(call, operands)
+        _check_linear(call, operands, results)
         results = each(results, lambda value: replace(value, kind="P"))
     elif "S" in kinds:
         if rule is None:
@@ -83,7 +83,8 @@ def _typed(state: State, node: Node, call: Call, target: Any, found: Any) -> Any
 
 def _placed(state: State, results: Any, places: Any) -> Any:
     if isinstance(results, list):
-        return [_placed(state, v, p) for v, p in zip(results, places, strict=True)]
+        each_its = places if isinstance(places, list) else [places] * len(results)
+        return [_placed(state, v, p) for v, p in zip(results, each_its, strict=True)]
     if places is None or not isinstance(results, Value):
         return results
     return replace(results, kind="P") if places == PARTIAL else state.split(results, places)
@@ -116,10 +117,12 @@ def _static_tail(dim: axes.Dim) -> axes.Dim:
     return axes.Product(parts[dynamic[-1] + 1 if dynamic else 0 :])
 
 
-def _check_linear(call: Call, operands: Sequence[Value]) -> None:
+def _check_linear(call: Call, operands: Sequence[Value], results: Any) -> None:
     """Every operand is partial, or the only one is and the other one is a number that scales it."""
+    if not all(value.dtype.is_floating_point or value.dtype.is_complex for value in flat(results)):
+        raise Refused(EARLY)  # conversion to integers rounds
     if any(value.kind != "P" for value in operands):
-        raise Refused(operators.BIAS if call.name in ("aten.add", "aten.sub") else EARLY)
+        raise Refused(products.BIAS if call.name in ("aten.add", "aten.sub") else EARLY)
     one = len(operands) == 1
     if call.name in operators.SCALED and one:
         return
@@ -152,9 +155,9 @@ def _run(state: State, call: Call, target: Any, args: Any, kwargs: Mapping[str, 
 
 def _differs(results: Any, found: list[shapes.Shape] | None) -> bool:
     tensors = flat(results)
-    if found is None or len(tensors) != len(found):
+    if found is None or not tensors:
         return False
-    return any(
+    return len(tensors) != len(found) or any(
         len(value.shape) != len(shape)
         or any(a is not None and a != b for a, b in zip(value.shape, shape, strict=True))
         for value, shape in zip(tensors, found, strict=True)

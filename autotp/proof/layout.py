@@ -44,11 +44,11 @@ class Layout:
 
     def repeated(self, copies: Size) -> Layout:
         """The dim laid end to end several times."""
-        return replace(self, before=sizes.multiply(copies, self.before))
+        return _around(self, sizes.multiply(copies, self.before), self.after)
 
     def stretched(self, copies: Size) -> Layout:
         """Each item becomes a run of copies."""
-        return replace(self, after=sizes.multiply(self.after, copies))
+        return _around(self, self.before, sizes.multiply(self.after, copies))
 
     def thinned(self, step: int) -> Layout | None:
         """One item of every `step`; None if units would be cut."""
@@ -86,8 +86,9 @@ def layout_of(held: tuple[Ranges, ...], size: int) -> Layout:
     Raises ValueError unless they hold every position exactly once, each rank's in ascending order.
     """
     _check_partition(held, size)
+    held = tuple(merged(ranges) for ranges in held)
     after = gcd(size, *(edge for ranges in held for piece in ranges for edge in piece)) or 1
-    held = tuple(merged([(a // after, b // after) for a, b in ranges]) for ranges in held)
+    held = tuple(tuple((a // after, b // after) for a, b in ranges) for ranges in held)
     units = size // after
     for copies in range(max(len(ranges) for ranges in held), 1, -1):
         if units % copies:
@@ -139,6 +140,8 @@ def regroup(
         return dim, layout
     if dim >= len(before) - last:
         return dim + len(after) - len(before), layout
+    if layout.units == 1:
+        return None  # one rank holds all: any dim could be the one of which others hold nothing
     left = sizes.multiply(_product(before[:dim]), layout.before)
     right = sizes.multiply(layout.after, _product(before[dim + 1 :]))
     for at, wanted in enumerate(after):
@@ -149,6 +152,13 @@ def regroup(
             if made.size == wanted:
                 return at, made
     return None
+
+
+def _around(layout: Layout, before: Size, after: Size) -> Layout:
+    """The same units; a single one, of which one rank holds all, has nothing before it."""
+    if layout.units == 1:
+        before, after = ONE, sizes.multiply(before, after)
+    return replace(layout, before=before, after=after)
 
 
 def window(ranges: Ranges, start: int, stop: int) -> Ranges:

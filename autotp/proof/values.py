@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -56,6 +56,8 @@ class Place:
 
 
 PARTIAL = "P"
+UNLIKE = "operands are split in different ways"
+WHOLE = "an operand is whole where another one is split"
 Result: TypeAlias = "Place | str | list[Any] | None"
 
 
@@ -116,3 +118,22 @@ def bind(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
         else:
             found[argument.name] = kwargs.get(argument.name, argument.default_value)
     return found
+
+
+def layout_in(x: Value) -> Layout:
+    """The layout of a split value."""
+    assert x.layout is not None
+    return x.layout
+
+
+def aligned(operands: Sequence[Value], rank: int) -> Place:
+    """Where the result of operands that broadcast against each other is split."""
+    places = {(x.dim - len(x.shape), x.layout) for x in operands if x.kind == "S"}
+    if len(places) != 1:
+        raise Refused(UNLIKE)
+    at, layout = places.pop()
+    assert layout is not None
+    for x in operands:
+        if x.kind != "S" and len(x.shape) >= -at and x.shape[at] != 1:
+            raise Refused(WHOLE)
+    return Place(rank + at, layout)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Node
+
 from autotp import sizes
 from autotp.proof import layout as lay
 from autotp.proof.layout import Layout
-from autotp.proof.values import Call, Place, Refused, Result, Value, position
+from autotp.proof.values import Call, Place, Refused, Result, Value, bind, position
 from autotp.sizes import ONE
 
 CUTS = "a dim is cut or joined where the ranks' parts do not allow it"
@@ -101,42 +106,52 @@ def split(call: Call) -> Result:
 
 
 def slice_(call: Call) -> Result:
-    """A slice. Its borders are the rank's; where they lie in the whole says the captured
+    """slice, narrow. Their borders are the rank's; where they lie in the whole says the captured
     program."""
-    x = call.input()
-    rank, given = len(x.whole), call.given
-    if position(given["dim"], rank) != x.dim:
-        return Place(x.dim, _at(x))
-    if x.sizes[x.dim] == call.out_sizes()[x.dim] and given["step"] == 1:
-        return Place(x.dim, _at(x))
-    step = given["step"]
+    x, given = call.input(), call.given
+    if position(given["dim"], len(x.whole)) != x.dim:
+        return Place(x.dim, _same_borders(call, x))
+    step = given.get("step", 1)
     if step != 1:
-        if not 0 <= (given["start"] or 0) < step:
+        thin = sizes.divide(x.sizes[x.dim], (step, ()))
+        if not 0 <= (given["start"] or 0) < step or call.out_sizes()[x.dim] != thin:
             raise Refused(CUTS)
         return Place(x.dim, _known(_at(x).thinned(step)))
+    if x.sizes[x.dim] == call.out_sizes()[x.dim]:
+        return Place(x.dim, _at(x))
     return Place(x.dim, _sliced(call, x))
+
+
+def _same_borders(call: Call, x: Value) -> Layout:
+    """A dim that is whole is sliced as the captured program does it."""
+    spec = call.spec and bind(call.spec.target, call.spec.args, call.spec.kwargs)
+    for name, edge in call.given.items():
+        if not isinstance(edge, Node) and name != "dim" and (not spec or spec.get(name) != edge):
+            raise Refused("a slice of a whole dim takes other items than the captured one")
+    return _at(x)
 
 
 def _sliced(call: Call, x: Value) -> Layout:
     whole, symbols = x.sizes[x.dim]
-    borders = None if call.spec is None else whole_slice(call.spec, whole)
-    held = _at(x).ranges()
-    if borders is None or symbols or held is None:
+    spec, held = call.spec, _at(x).ranges()
+    whole_out = None if spec is None else sizes.shape_of(spec.meta["val"])
+    if spec is None or held is None or symbols or whole_out != call.out_sizes():
         raise Refused("a slice of a split dim stands for no slice of the captured program")
+    borders = _borders(bind(spec.target, spec.args, spec.kwargs), whole)
     mine = [sum(max(0, min(b, edge) - a) for a, b in held[call.rank]) for edge in borders]
-    if [call.given["start"] or 0, call.given["end"]] != mine:
+    if list(_borders(call.given, sum(b - a for a, b in held[call.rank]))) != mine:
         raise Refused(f"a slice must take {mine[0]} to {mine[1]} of what this rank holds")
     return _known(_at(x).cut(*borders))
 
 
-def whole_slice(node: object, size: int) -> tuple[int, int] | None:
-    """The borders of a slice in the captured program."""
-    args = getattr(node, "args", ())
-    if not str(getattr(node, "target", "")).startswith("aten.slice.") or len(args) > 4:
-        return None
-    start, stop = (*args[2:], None, None)[:2]
-    edges = (0 if start is None else start, size if stop is None else stop)
-    return tuple(max(0, min(position(edge, size), size)) for edge in edges)  # type: ignore[return-value]
+def _borders(given: Mapping[str, Any], size: int) -> tuple[int, int]:
+    """From where to where slice or narrow takes of a dim of a size."""
+    if any(isinstance(given.get(name), Node) for name in ("start", "end", "length")):
+        raise Refused("a split dim is sliced at a place that depends on the call")
+    start = position(given["start"] or 0, size)
+    stop = start + given["length"] if "length" in given else given["end"]
+    stop = size if stop is None else position(stop, size)
+    return max(0, min(start, size)), max(0, min(stop, size))
 
 
 def drop(call: Call) -> Result:

@@ -86,6 +86,7 @@ CASES: dict[str, list[Call]] = {
             [ints(s[0], s[3], 1), None, ints(s[2], 2)],
         ),
         lambda s: (aten.index.Tensor, x(*s), [None, ints(s[1], s[3], 1), ints(s[2], 2)]),
+        lambda s: (aten.index.Tensor, x(*s), [None, ints(s[1], 5), None, ints(s[3], 5)]),
         lambda s: (aten.index.Tensor, x(s[0], s[1]), [ints(s[0], s[2], s[3]) - s[0]]),
     ],
     "index_select": [lambda s: (aten.index_select.default, x(s[0], s[1]), 1, ints(s[1], s[2]))],

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from autotp.axes import Axis, is_sharded, leaves
 from autotp.planning import Plan
-from tests.rules.harness import Case, localized, plan_of, positions, run, split
+from tests.rules.harness import Case, localized, plan_of, split
+from tests.rules.ranks import positions, run
 
 Place = tuple[int, int, int]  # of an axis: operand, dim of it, leaf of that
 

@@ -1,0 +1,77 @@
+"""Where a split dim is after look-ups by position."""
+
+from __future__ import annotations
+
+import torch
+
+from autotp.proof.values import (
+    UNLIKE,
+    Call,
+    Place,
+    Refused,
+    Result,
+    aligned,
+    layout_in,
+    position,
+)
+
+
+def embedding(call: Call) -> Result:
+    """Rows of a table that is whole along its rows."""
+    weight, indices = call.value("weight"), call.value("indices")
+    assert weight is not None and indices is not None
+    if weight.kind == "S" and indices.kind == "S":
+        raise Refused(UNLIKE)
+    if indices.kind == "S":
+        return Place(indices.dim, layout_in(indices))
+    if weight.dim == 0:
+        raise Refused("rows of a split table are looked up without regard to which rank holds them")
+    return Place(len(indices.whole), layout_in(weight))
+
+
+def index(call: Call) -> Result:
+    """`x[i, :, j]`: indexed dims must be whole, the others pass."""
+    x, given = call.value("self"), call.given["indices"]
+    assert x is not None
+    places = [i for i, item in enumerate(given) if item is not None]
+    indices = [value for value in map(call.of, given) if value is not None]
+    if any(value.dtype in (torch.bool, torch.uint8) for value in indices):
+        raise Refused(f"{call.name} by a mask takes other items on each rank")
+    picked = max(len(value.whole) for value in indices)
+    together = places == list(range(places[0], places[-1] + 1))
+    first = places[0] if together else 0
+    inner = any(value.kind == "S" for value in indices)
+    if (x.kind == "S") == inner:
+        raise Refused(UNLIKE)
+    if inner:
+        place = aligned(indices, picked)
+        return Place(first + place.dim, place.layout)
+    if x.dim in places:
+        raise Refused(f"{call.name} looks up items of a split dim")
+    kept = [i for i in range(len(x.whole)) if i not in places].index(x.dim)
+    return Place(kept if kept < first else kept + picked, layout_in(x))
+
+
+def gather(call: Call) -> Result:
+    """gather: the dim along which it looks up must be whole, both operands are split alike."""
+    x, chosen = call.value("self"), call.value("index")
+    assert x is not None and chosen is not None
+    if (x.kind, x.dim, x.layout) != (chosen.kind, chosen.dim, chosen.layout):
+        raise Refused(UNLIKE)
+    if position(call.given["dim"], len(x.whole)) == x.dim:
+        raise Refused(f"{call.name} looks up items of a split dim")
+    return Place(x.dim, layout_in(x))
+
+
+def index_select(call: Call) -> Result:
+    """Items of one dim, which must be whole; which items may be split."""
+    x, chosen = call.value("self"), call.value("index")
+    assert x is not None and chosen is not None
+    at = position(call.given["dim"], len(x.whole))
+    if (x.kind == "S") == (chosen.kind == "S"):
+        raise Refused(UNLIKE)
+    if chosen.kind == "S":
+        return Place(at, layout_in(chosen))
+    if x.dim == at:
+        raise Refused(f"{call.name} looks up items of a split dim")
+    return Place(x.dim, layout_in(x))
