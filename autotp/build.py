@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from autotp import pytree
+from autotp import caches
 from autotp.errors import PlanError, message
 from autotp.examples import Call
 from autotp.pipeline import emit_rank, make_plan
@@ -18,7 +18,7 @@ from autotp.program import Program, Signature
 from autotp.runtime.block import Block, BlockList
 from autotp.runtime.group import Group
 from autotp.runtime.module import Capture, TensorParallel
-from autotp.runtime.outputs import is_cache
+from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.weights import shard
 
 Planner: TypeAlias = Callable[[TensorParallel, tuple[Any, ...], dict[str, Any]], Plan]
@@ -43,7 +43,8 @@ def build(
     root = TensorParallel(skeleton, plan, group, capture, logits)
     _grow(root, skeleton, group, plan)
     _fill(root, model, plan, group.rank)
-    root.register(*call, attach(root, plan))
+    capture_of_call = attach(root, plan)
+    root.register(root.read(*call), capture_of_call)
     return root
 
 
@@ -61,11 +62,21 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
     _fill_constants(root, plan)
     program = plan.program()
     signature = _local_signature(program, root.rank)
-    caches = sorted(pytree.leaves_under(signature.out_spec, is_cache))
-    if caches:
-        root.cache_layout = tuple(program.outputs.get(index) for index in caches)
+    root.cache_layout.update(_cache_layout(program))
     number = len(root._tp_codes) - 1
     return Capture(number, signature, program.training, 0.0, plan, program.outputs)
+
+
+def _cache_layout(program: Program) -> dict[str, LocalOutput]:
+    """How each tensor of a cache is split, by its path, of caches that come and that leave."""
+    signature, found = program.signature, dict[str, LocalOutput]()
+    for index, path in caches.paths_in(signature.in_spec):
+        if signature.inputs[index] in program.inputs:
+            found[path] = program.inputs[signature.inputs[index]]
+    for index, path in caches.paths_in(signature.out_spec):
+        if index in program.outputs:
+            found[path] = program.outputs[index]
+    return found
 
 
 def _local_signature(program: Program, rank: int) -> Signature:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +11,6 @@ import torch
 from torch import nn
 
 from autotp.runtime.group import Group
-
-
-def register_caches() -> None:
-    """Let `torch.export` see into `DynamicCache`, if transformers is loaded."""
-    if "transformers" not in sys.modules:
-        return
-    try:
-        from transformers.integrations.executorch import register_dynamic_cache_export_support
-    except ImportError:  # an older or a newer transformers: models with caches are refused then
-        return
-    register_dynamic_cache_export_support()
 
 
 def face_of(skeleton: nn.Module, forward: Callable[..., Any], like: nn.Module) -> Any:

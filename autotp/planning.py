@@ -70,8 +70,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives of one call: all-reduces of activations, gathers of values that leave the module,
-    and all-reduces of a loss on split logits (a few numbers for each token)."""
+    """Collectives of one call: all-reduces of activations, gathers of values that leave the module
+    and of held parameters, and all-reduces of a loss on split logits (a few numbers a token)."""
 
     forward: int = 0
     backward: int = 0
@@ -95,6 +95,7 @@ class Plan:
     collectives: Collectives = Collectives()
     names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     stages: tuple[tuple[str, Program], ...] = field(default=(), compare=False, repr=False)
+    held: tuple[str, ...] = ()  # tensors that lie split and are gathered for each call
 
     # ---- facts
 

@@ -23,6 +23,11 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def parts(tree: Any, kind: type) -> list[Any]:
+    """The leaves, where instances of a class are leaves too."""
+    return _pytree.tree_leaves(tree, is_leaf=lambda value: isinstance(value, kind))
+
+
 def structure(tree: Any) -> Any:
     """The structure alone; equal structures compare equal."""
     return _pytree.tree_structure(tree)
@@ -43,19 +48,43 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, function, tree)
 
 
-def leaves_under(spec: Any, wanted: Callable[[type], bool]) -> set[int]:
-    """Indices of the leaves that lie in a container whose class is wanted."""
-    found: set[int] = set()
+def map_some(wanted: Callable[[Any], bool], function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with each part that is wanted replaced; inside such a part nothing is looked at."""
+    return _pytree.tree_map(lambda v: function(v) if wanted(v) else v, tree, is_leaf=wanted)
 
-    def walk(spec: Any, start: int, inside: bool) -> int:
+
+def register(
+    kind: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Make a class a node whose children are numbered."""
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(value)
+        return [(_pytree.SequenceKey(i), child) for i, child in enumerate(children)], context
+
+    _pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=with_keys,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+    )
+
+
+def nodes_of(spec: Any, kind: type) -> list[tuple[int, Any]]:
+    """The index of the first leaf, and the context, of each container of a class."""
+    found: list[tuple[int, Any]] = []
+
+    def walk(spec: Any, start: int) -> int:
         if spec.is_leaf():
-            if inside:
-                found.add(start)
             return start + 1
-        inside = inside or (isinstance(spec.type, type) and wanted(spec.type))
+        if spec.type is kind:
+            found.append((start, spec.context))
         for child in spec.children():
-            start = walk(child, start, inside)
+            start = walk(child, start)
         return start
 
-    walk(spec, 0, False)
+    walk(spec, 0)
     return found

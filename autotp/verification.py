@@ -18,6 +18,7 @@ from torch.fx import Node, map_arg
 
 from autotp import axes as ax
 from autotp import pytree
+from autotp.caches import pack_all
 from autotp.errors import CheckError
 from autotp.placement import locate
 from autotp.planning import Plan
@@ -109,8 +110,8 @@ def compare(
 ) -> Report:
     """Run both and compare; both are left with gradients."""
     plan: Plan = lockstep.plan
-    expected, _ = pytree.flatten(model(*args, **kwargs))
-    every, _ = lockstep.run(args, kwargs)
+    expected, _ = pytree.flatten(pack_all(model(*args, **kwargs)))
+    every, _, _ = lockstep.run(args, kwargs)
     rows = []
     for index, want in enumerate(expected):
         if isinstance(want, Tensor) and want.is_floating_point():
@@ -119,7 +120,7 @@ def compare(
     if backward:
         _loss(expected).backward()
         joined = lockstep(*args, **kwargs)
-        _loss(pytree.flatten(joined)[0]).backward()
+        _loss(pytree.flatten(pack_all(joined))[0]).backward()
         rows += _gradients(model, lockstep, limit)
     report = Report(plan, tuple(rows), limit, notes)
     if report.ok:
@@ -190,11 +191,11 @@ def first_wrong(
     limit: float,
 ) -> str | None:
     """The first value of the parallel run that differs from the captured original's."""
-    capture, leaves = lockstep.ranks[0].capture_for(args, kwargs)  # type: ignore[operator]
+    capture, call = lockstep.ranks[0].capture_for(args, kwargs)  # type: ignore[operator]
     plan: Plan = capture.plan
     found: list[str] = []
     with torch.no_grad():
-        reference = _values(plan.stages[0][1], model, leaves)
+        reference = _values(plan.stages[0][1], model, call.leaves)
 
         def watch(block: Any, node: Node, values: list[Any]) -> None:
             want = reference.get(node.meta.get("source", ""))

@@ -27,8 +27,8 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from autotp import pytree, sizes
+from autotp.caches import Given, Packed, is_cache, pack, pack_all, unpack_all
 from autotp.errors import CaptureError, message
-from autotp.huggingface import register_caches
 from autotp.program import Guards, Program, Signature, TensorSpec
 from autotp.runtime.regions import (
     SIDE_EFFECTS,
@@ -49,6 +49,8 @@ _CONVERSIONS = {
     torch.ops.aten.to.device,
     torch.ops.aten.to.other,
 }
+_CONVERTERS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
+_PASSED_ON = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, AssertionError)
 _REGIONS = {
     torch.ops.higher_order.wrap_with_set_grad_enabled,
     torch.ops.higher_order.wrap_with_autocast,
@@ -60,10 +62,10 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Raises CaptureError with the module and source line that refused.
     """
-    register_caches()
-    args, named = pytree.map_tensors(_blank, (args, dict(kwargs)))
+    packed = pack_all((args, dict(kwargs)))
+    args, named = pytree.map_tensors(_blank, packed)
     begun = time.perf_counter()
-    exported = _export(skeleton, args, named)
+    exported = _export(skeleton, args, named, _fixed(packed))
     seconds = time.perf_counter() - begun
     tensors, names, aliases = _tensors(skeleton, exported)
     rebuilt = _Rebuild(exported, names)
@@ -100,9 +102,18 @@ class _KeepConstants(TorchFunctionMode):
         ):
             if torch.device(kwargs.get("device") or _META) == _META:
                 return func(*args, **{**kwargs, "device": "cpu"}).to(_META)
+        if func in _CONVERTERS and _under_autocast():
+            # a conversion that changes nothing here returns its operand, and the graph would read
+            # the converted value wherever the model reads the other
+            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
         if func is torch.Tensor.__getitem__:
             args = (args[0], _plain_index(args[1]))
         return func(*args, **kwargs)
+
+
+def _under_autocast() -> bool:
+    """Whether values may come in another dtype than the captured one."""
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
 def _plain_index(index: Any) -> Any:
@@ -117,7 +128,11 @@ def _plain_index(index: Any) -> Any:
 
 
 class _Call(nn.Module):
-    """Passes (args, kwargs) on, so that every call form is the same to export."""
+    """Passes (args, kwargs) on, so that every call form is the same to export.
+
+    Caches come and leave as data. Those that are given also leave in their state after the call;
+    where the result holds one of them its number stands.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -125,20 +140,43 @@ class _Call(nn.Module):
         self.training = model.training
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.model(*args, **kwargs)
+        (given, named), caches = unpack_all((args, kwargs))
+        numbers = {id(cache): Given(number) for number, cache in enumerate(caches)}
+        result = self.model(*given, **named)
+        result = pytree.map_some(is_cache, lambda c: numbers.get(id(c)) or pack(c), result)
+        return result, [pack(cache) for cache in caches]
 
 
-def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def _fixed(packed: Any) -> list[int | None]:
+    """Of each leaf the dim that is not dynamic: the heads of caches."""
+    found: list[int | None] = []
+    for part in pytree.parts(packed, Packed):
+        if isinstance(part, Packed):
+            found.extend(part.fixed or [None] * len(part.leaves))
+        else:
+            found.append(None)
+    return found
+
+
+def _export(
+    skeleton: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: Sequence[int | None],
+) -> ExportedProgram:
     shapes = ShapesCollection()
-    for leaf in pytree.flatten((args, kwargs))[0]:
+    for leaf, dim in zip(pytree.flatten((args, kwargs))[0], fixed, strict=True):
         if isinstance(leaf, torch.Tensor):
-            shapes[leaf] = {i: Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
+            dims: dict[int, Any] = {i: Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
+            if dim is not None:
+                dims[dim] = Dim.STATIC
+            shapes[leaf] = dims
     try:
         with _META, _KeepConstants():  # what is made without a device is on the module's
             call = _Call(skeleton)
             return export(call, (args, kwargs), dynamic_shapes=shapes, strict=False)  # type: ignore[arg-type]
     except Exception as error:
-        raise CaptureError(
+        raise _error_like(error)(
             message(
                 f"torch.export cannot capture {type(skeleton).__name__}",
                 values=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
@@ -147,6 +185,18 @@ def _export(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 "depend on tensor values",
             )
         ) from error
+
+
+def _error_like(error: Exception) -> type[CaptureError]:
+    """CaptureError; also of the model's own error class if the model's code raised it, so that
+    callers who expect that class catch it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    torch_itself = trace is None or trace.tb_frame.f_globals["__name__"].startswith("torch.")
+    if torch_itself or type(error) not in _PASSED_ON:
+        return CaptureError
+    return type("CaptureError", (CaptureError, type(error)), {})
 
 
 def _where(error: BaseException, skeleton: nn.Module) -> str:
@@ -239,8 +289,9 @@ def _guards(exported: ExportedProgram, paths: Sequence[str]) -> Guards:
     }
     # not public; without it the ranges and equal symbols above still hold
     conditions = list(getattr(exported, "_guards_code", None) or ())
-    for index, path in enumerate(paths):  # sizes by leaf: a cache is no longer a tree at call time
+    for index, path in enumerate(paths):  # by leaf: a cache is no tree at call time
         conditions = [c.replace(f"L{path}.size()", f"sizes[{index}]") for c in conditions]
+        conditions = [c.replace(f"L{path}", f"leaves[{index}]") for c in conditions]
     return Guards(tuple(found), ranges, tuple(conditions))
 
 
@@ -257,6 +308,7 @@ class _Rebuild:
         self.graph = Graph()
         self.inputs: list[str] = []
         self.device: Node | None = None
+        self._autocast = _under_autocast()
         self._new: dict[Node, Any] = {}
         self._names: dict[Node, str] = {}
         self._made: dict[str, Node] = {}
@@ -300,7 +352,7 @@ class _Rebuild:
             return
         if node in self._new:  # a result of a nested graph that was written out
             return
-        if node.target in _CONVERSIONS and _changes_nothing(node):
+        if node.target in _CONVERSIONS and not self._autocast and _changes_nothing(node):
             self._new[node] = self._map(node.args[0], node)
         elif node.target in _REGIONS:
             self._region(node, module)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -29,7 +30,6 @@ from autotp.axes import (
     size,
     substitute,
 )
-from autotp.errors import PlanError, message
 from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
@@ -53,8 +53,10 @@ def choose(
     """Decide which axes are sharded over `tp` ranks, and note why the others are not.
 
     With `layout`, of an earlier capture of the model, only axes are taken under which every tensor
-    lies as it does there.
+    lies as it does there; a tensor that this call needs whole is gathered (`plan.held`).
     """
+    if layout is not None and tp > 1:
+        pairs = (*pairs, *_held_pairs(inferred, pairs, layout))
     values = _values_by_axis(inferred)
     split_rows = {
         axis.name
@@ -88,7 +90,8 @@ def choose(
     kept = _kept(program, inferred, pairs, shares, refused) if tp > 1 else ()
     plan = Plan(model, tp, axes, tensors, kept, names=names)
     if layout is not None:
-        _demand(plan, layout, {str(n.target) for n in program.graph.nodes if n.op == "get_attr"})
+        used = {str(n.target) for n in program.graph.nodes if n.op == "get_attr"}
+        plan = _hold(plan, layout, used)
     return plan
 
 
@@ -175,22 +178,51 @@ def _drop_unlike(
             changed = True
 
 
-def _demand(plan: Plan, layout: Plan, used: set[str]) -> None:
-    """Refuse a call that reads a tensor in another way than it lies: its shards cannot be used."""
-    for name in sorted(used & set(layout.by_name)):
-        if all(plan.ranges(name, r) == layout.ranges(name, r) for r in range(layout.tp)):
+def _held_pairs(
+    inferred: Inferred, pairs: tuple[GemmPair, ...], layout: Plan
+) -> tuple[GemmPair, ...]:
+    """Axes that no pair has here, but along which a parameter lies split already: a head alone."""
+    done = {pair.axis for pair in pairs} | set(inferred.bars)
+    found: dict[str, GemmPair] = {}
+    for node, dims in inferred.dims.items():
+        name = str(node.target)
+        if node.op != "get_attr" or name not in layout.by_name or not layout.is_sharded(name):
             continue
-        why = next((kept for kept in plan.kept if kept.name == name), None)
-        where = f" ({why.node}, {why.source})" if why and why.source else ""
-        raise PlanError(
-            message(
-                "the shards that the ranks hold cannot serve this call",
-                values=f"{name}, {list(layout.by_name[name].shape)} over tp={layout.tp}",
-                because=(why.reason if why else "it is split in another way here") + where,
-                try_="parallelize(model, example_inputs=...) with a call of this form: the first "
-                "call decides how parameters lie",
-            )
-        )
+        for axis in (axis for dim in dims for axis in leaves(dim)):
+            if axis.name in done or axis.size is None or axis.size < layout.tp:
+                continue
+            shares = {axis.name: balanced(axis.size, layout.tp)}
+            if all(
+                tuple(ranges(dim, shares, rank) for dim in dims) == layout.ranges(name, rank)
+                for rank in range(layout.tp)
+            ):
+                kind = next((a.kind for a in layout.axes if name in (*a.columns, *a.rows)), "mlp")
+                found[axis.name] = GemmPair(axis.name, axis.size, kind, (name,), (), None)
+    return tuple(found.values())
+
+
+def _hold(plan: Plan, layout: Plan, used: set[str]) -> Plan:
+    """Tensors that this call needs in another way than they lie stay as they are: such a one is
+    gathered for each call. Its axes take the layout's names, marked as held."""
+    unlike = [
+        name
+        for name in sorted(used & set(layout.by_name))
+        if any(plan.ranges(name, r) != layout.ranges(name, r) for r in range(layout.tp))
+    ]
+    dims = {name: layout.by_name[name].dims for name in unlike}
+    names = {a.name: f"held_{a.name}" for d in dims.values() for dim in d for a in leaves(dim)}
+    tensors = tuple(
+        replace(t, dims=tuple(substitute(dim, names) for dim in dims[t.name]))
+        if t.name in dims
+        else t
+        for t in plan.tensors
+    )
+    axes = tuple(replace(a, name=names[a.name]) for a in layout.axes if a.name in names)
+    kept = tuple(
+        replace(k, reason=f"gathered for each call: {k.reason}") if k.name in dims else k
+        for k in plan.kept
+    )
+    return replace(plan, tensors=tensors, axes=(*plan.axes, *axes), kept=kept, held=tuple(unlike))
 
 
 def _values_by_axis(inferred: Inferred) -> dict[str, list[tuple[Node, tuple[Dim, ...]]]]:

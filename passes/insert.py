@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autotp import pytree
 from autotp.axes import Dim, Ranges, Shares, is_sharded, leaves, ranges, substitute
+from autotp.caches import paths_in
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
@@ -38,7 +38,7 @@ from autotp.runtime.collectives import (
     reduce_from_region,
     scatter_to_region,
 )
-from autotp.runtime.outputs import LocalOutput, is_cache
+from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.random import draw, next_seed
 from autotp.runtime.regions import enter_grad_mode, leave_grad_mode
 from passes.infer import Inferred
@@ -95,9 +95,9 @@ class _Insert:
         self._keep_logits = logits == "local" or (
             logits == "auto" and has_loss and program.training
         )
-        self._caches = pytree.leaves_under(program.signature.out_spec, is_cache)
-        given = pytree.leaves_under(program.signature.in_spec, is_cache)
-        self._given_caches = {program.signature.inputs[index] for index in given}
+        self._caches = {index for index, _ in paths_in(program.signature.out_spec)}
+        given = paths_in(program.signature.in_spec)
+        self._given_caches = {program.signature.inputs[index] for index, _ in given}
         nodes = list(program.graph.nodes)
         self._inside = {node for node in nodes if self._is_inside(node)}
         self._entries, self._copied = self._where_f_goes(nodes)
@@ -150,6 +150,8 @@ class _Insert:
             case "placeholder" | "get_attr":
                 made = self.graph.create_node(node.op, node.target, node.args, name=node.name)
                 self._finish(node, made)
+                if node.target in self._plan.held:
+                    self._new[node] = self._gather_held(node, made)
                 if node.op == "placeholder" and _sharded(self._dims[node], self._shares):
                     if node.name in self._given_caches:
                         self.inputs[node.name] = LocalOutput(*self._where(node), True)
@@ -274,6 +276,17 @@ class _Insert:
         result.meta = {**product.meta, "placement": "I"}
         self.forward += 1
         return result
+
+    def _gather_held(self, node: Node, made: Node) -> Node:
+        """A parameter that lies split and is needed whole."""
+        dims = self._plan.by_name[str(node.target)].dims
+        made.meta.update(dims=dims, placement=text(dims, self._shares))
+        at = next(i for i, dim in enumerate(dims) if is_sharded(dim, self._shares))
+        pieces = tuple(ranges(dims[at], self._shares, rank) for rank in range(self._plan.tp))
+        whole = self.graph.call_function(gather_from_region, (made, at, pieces))
+        whole.meta = {**node.meta, "dims": self._dims[node], "placement": "I"}
+        self.gathers += 1
+        return whole
 
     def _scatter(self, node: Node, whole: Node) -> Node:
         return self._move(scatter_to_region, node, whole)

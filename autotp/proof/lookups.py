@@ -10,6 +10,7 @@ from autotp.proof.values import (
     Place,
     Refused,
     Result,
+    Value,
     aligned,
     layout_in,
     position,
@@ -31,8 +32,44 @@ def embedding(call: Call) -> Result:
 
 def index(call: Call) -> Result:
     """`x[i, :, j]`: indexed dims must be whole, the others pass."""
-    x, given = call.value("self"), call.given["indices"]
+    x = call.value("self")
     assert x is not None
+    return _indexed(call, x)
+
+
+def index_put(call: Call) -> Result:
+    """`x[i, :, j] = values`: what is indexed and the values are split alike, or the ranks' values
+    are the same."""
+    x, values = call.value("self"), call.value("values")
+    assert x is not None and values is not None
+    if x.kind != "S":
+        raise Refused(UNLIKE)
+    place = _indexed(call, x)
+    indices = [value for value in map(call.of, call.given["indices"]) if value is not None]
+    named = sum(item is not None for item in call.given["indices"])
+    rank = len(x.whole) - named + max(len(value.whole) for value in indices)
+    at = place.dim - (rank - len(values.whole))
+    if values.kind == "S":
+        if (at, layout_in(values)) != (values.dim, place.layout):
+            raise Refused(UNLIKE)
+    elif at >= 0 and values.whole[at] != 1:
+        raise Refused(UNLIKE)
+    return Place(x.dim, layout_in(x))
+
+
+def index_copy(call: Call) -> Result:
+    """Items of one dim are written by position: that dim is whole, the others are split alike."""
+    x, source, chosen = call.value("self"), call.value("source"), call.value("index")
+    assert x is not None and source is not None and chosen is not None
+    if chosen.kind == "S" or position(call.given["dim"], len(x.whole)) == x.dim:
+        raise Refused(f"{call.name} writes to items of a split dim")
+    if (x.kind, x.dim, x.layout) != (source.kind, source.dim, source.layout):
+        raise Refused(UNLIKE)
+    return Place(x.dim, layout_in(x))
+
+
+def _indexed(call: Call, x: Value) -> Place:
+    given = call.given["indices"]
     places = [i for i, item in enumerate(given) if item is not None]
     indices = [value for value in map(call.of, given) if value is not None]
     if any(value.dtype in (torch.bool, torch.uint8) for value in indices):

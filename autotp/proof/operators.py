@@ -35,6 +35,8 @@ TABLE = _table(
         lookups.gather: "gather",
         products.grouped: "_grouped_mm transformers.grouped_mm_fallback",
         lookups.index: "index",
+        lookups.index_copy: "index_copy index_copy_ index_add index_add_",
+        lookups.index_put: "index_put index_put_",
         lookups.index_select: "index_select",
         elementwise.isin: "isin",
         reductions.last: "layer_norm rms_norm",

@@ -36,6 +36,8 @@ RULES: dict[str, Rule] = _table(
         embedding.embedding: "embedding",
         embedding.gather: "gather",
         embedding.index: "index",
+        embedding.index_copy: "index_copy index_copy_ index_add index_add_",
+        embedding.index_put: "index_put index_put_",
         embedding.index_select: "index_select",
         matmul.addmm: "addmm",
         matmul.baddbmm: "baddbmm",

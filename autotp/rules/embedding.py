@@ -23,6 +23,30 @@ def embedding(ctx: Context, node: Node) -> Dims:
 
 def index(ctx: Context, node: Node) -> Dims:
     """`x[i, :, j]` with tensors: indexed dims need all their items, the others pass."""
+    return _indexed(ctx, node)
+
+
+def index_put(ctx: Context, node: Node) -> Dims:
+    """`x[i, :, j] = values`: as `index`, and values broadcast to what is indexed."""
+    picked = _indexed(ctx, node)
+    if picked is not NotImplemented:
+        ctx.broadcast([picked, ctx.dims(node.args[2])], len(picked))
+        for item in filter(None, node.args[1]):  # type: ignore[arg-type]
+            ctx.bar(ctx.dims(item), f"{name(node)} writes all of these positions")
+        return ctx.dims(node.args[0])
+    return picked
+
+
+def index_copy(ctx: Context, node: Node) -> Dims:
+    """Items of one dim are replaced by, or added to, those of the source: the others pass."""
+    dims, source = ctx.dims(node.args[0]), ctx.dims(node.args[3])
+    at = position(argument(node, 1, "dim"), len(dims))
+    ctx.bar([dims[at], source[at], *ctx.dims(node.args[2])], f"{name(node)} writes by position")
+    ctx.same(dims[:at] + dims[at + 1 :], source[:at] + source[at + 1 :])
+    return dims
+
+
+def _indexed(ctx: Context, node: Node) -> Any:
     dims = ctx.dims(node.args[0])
     given: Any = node.args[1]
     places = [i for i, item in enumerate(given) if item is not None]

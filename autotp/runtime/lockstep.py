@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.fx import Graph, Node, map_arg
 
-from autotp import pytree
 from autotp.axes import Ranges
 from autotp.errors import AutoTPError, message
 from autotp.huggingface import face_of
 from autotp.runtime import vocabulary
 from autotp.runtime.block import Block
+from autotp.runtime.calls import Call
 from autotp.runtime.collectives import (
     copy_to_region,
     gather_from_region,
@@ -29,8 +29,7 @@ from autotp.runtime.collectives import (
     scatter_to_region,
     take,
 )
-from autotp.runtime.module import TensorParallel, same_cache
-from autotp.runtime.outputs import LocalOutput
+from autotp.runtime.module import TensorParallel, finish
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 
@@ -59,9 +58,9 @@ class Lockstep(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on every rank."""
-        results, spec = self.run(args, kwargs)
+        results, spec, caches = self.run(args, kwargs)
         leaves = [_leave(values) for values in zip(*results, strict=True)]
-        return same_cache(pytree.unflatten(leaves, spec), (*args, *kwargs.values()))
+        return finish(leaves, spec, caches)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original's `generate`. The caller sees whole caches; each rank computes its heads."""
@@ -69,14 +68,13 @@ class Lockstep(nn.Module):
         assert isinstance(skeleton, nn.Module)
         return face_of(skeleton, self, self.ranks[0]).generate(*args, **kwargs)
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        """The flat results of every rank, and their structure."""
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, list[Any]]:
+        """The flat results of every rank, their structure, and the caches that were given."""
         blocks = list(self.ranks)
-        split = [_split_caches(block, args, kwargs) for block in blocks]
-        found = [block.capture_for(*call) for block, call in zip(blocks, split, strict=True)]  # type: ignore[operator]
+        found = [block.capture_for(args, kwargs) for block in blocks]  # type: ignore[operator]
         numbers = {capture.number for capture, _ in found}
         assert len(numbers) == 1, "ranks capture in the same order"
-        leaves = zip(*(leaves for _, leaves in found), strict=True)
+        leaves = zip(*(_own_caches(call) for _, call in found), strict=True)
         entered = zip(*(_enter(leaf, self.devices) for leaf in leaves), strict=True)
         given = list(entered) or [()] * len(blocks)
         results = [list(values) for values in self._run(blocks, numbers.pop(), given)]
@@ -85,7 +83,7 @@ class Lockstep(nn.Module):
             whole = parts if len(parts) == 1 else _Gather.apply(where.dim, where.ranges, *parts)
             for values, value in zip(results, whole, strict=True):
                 values[index] = value
-        return results, found[0][0].signature.out_spec
+        return results, found[0][0].signature.out_spec, found[0][1].caches
 
     @property
     def devices(self) -> list[torch.device]:
@@ -221,13 +219,12 @@ class _Leave(Function):
         return tuple(grad.to(device) for device in ctx.devices)
 
 
-def _split_caches(rank: Any, args: Any, kwargs: Any) -> Any:
-    """A call with this rank's part of a whole cache."""
-
-    def part(leaf: Any, where: LocalOutput | None) -> Any:
-        return leaf if where is None else take(leaf, where.dim, where.ranges[rank.rank])
-
-    return rank.map_caches(part, tuple(args), dict(kwargs))
+def _own_caches(call: Call) -> list[Any]:
+    """A call's leaves with copies of those in caches: a rank may write to them."""
+    leaves = list(call.leaves)
+    for index, _ in call.places:
+        leaves[index] = leaves[index].clone()
+    return leaves
 
 
 def _enter(leaves: Sequence[Any], devices: Sequence[torch.device]) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@ classes."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import logging
@@ -17,14 +16,17 @@ import torch
 from torch import nn
 
 from autotp import pytree
+from autotp.caches import Given, Packed, map_caches, pack, unpack_all
 from autotp.errors import AutoTPError, GroupError, message
 from autotp.examples import normal_call
 from autotp.huggingface import face_of, same_draws
 from autotp.planning import Plan
-from autotp.program import Guards, Signature
+from autotp.program import Signature
 from autotp.runtime.block import Block, Compiler
+from autotp.runtime.calls import Call, holds, read
+from autotp.runtime.collectives import take
 from autotp.runtime.group import Group
-from autotp.runtime.outputs import LocalOutput, ShardedOutput, is_cache
+from autotp.runtime.outputs import LocalOutput, ShardedOutput
 
 log = logging.getLogger("autotp")
 
@@ -73,9 +75,9 @@ class TensorParallel(Block):
         self._skeleton = (skeleton,)  # in a tuple: it is no submodule
         self._signature = inspect.signature(skeleton.forward)
         self._builder = builder
-        self._captures: dict[Any, list[Capture]] = {}
+        self._captures: dict[Any, list[tuple[Callable[[Any], bool], Capture]]] = {}
         self._face: tuple[Any] | None = None
-        self.cache_layout: tuple[LocalOutput | None, ...] = ()  # of the leaves of a returned cache
+        self.cache_layout: dict[str, LocalOutput] = {}  # how the tensors of caches are split
 
     @property
     def skeleton(self) -> nn.Module:
@@ -96,7 +98,7 @@ class TensorParallel(Block):
     @property
     def captures(self) -> tuple[Capture, ...]:
         """The call forms that were captured so far, in order."""
-        found = [capture for captures in self._captures.values() for capture in captures]
+        found = [capture for captures in self._captures.values() for _, capture in captures]
         return tuple(sorted(found, key=lambda capture: capture.number))
 
     @property
@@ -145,64 +147,68 @@ class TensorParallel(Block):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward."""
-        capture, leaves = self.capture_for(args, kwargs)
+        capture, call = self.capture_for(args, kwargs)
         if self.debug:
-            self.compare_inputs(leaves, capture.signature)
-        results = list(self._tp_codes[capture.number].function(self, *leaves))
+            self.compare_inputs(call.leaves, capture.signature)
+        results = list(self._tp_codes[capture.number].function(self, *call.leaves))
         for index, where in capture.outputs.items():
             if not where.cache:
-                assert self._tp_group is not None
-                results[index] = ShardedOutput(results[index], where, self._tp_group)
-        output = pytree.unflatten(results, capture.signature.out_spec)
-        return same_cache(output, (*args, *kwargs.values()))
+                results[index] = ShardedOutput(results[index], where, self.group)
+        return finish(results, capture.signature.out_spec, call.caches)
 
-    def whole_caches(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call with the leaves of caches on meta at the size they have with all heads."""
+    def whole_caches(self, args: Any, kwargs: Any) -> Any:
+        """(args, kwargs) with caches as data on meta, at the size they have with all heads."""
 
-        def whole(leaf: Any, where: LocalOutput | None) -> Any:
+        def whole(cache: Any) -> Packed:
+            packed = cache if isinstance(cache, Packed) else pack(cache)
+            places = [self.cache_layout.get(path) for path in packed.form.paths]
+            leaves = tuple(map(_resized, packed.leaves, places))
+            return Packed(leaves, packed.form, tuple(None if p is None else p.dim for p in places))
+
+        return map_caches(whole, (args, kwargs))
+
+    def _own_heads(self, call: Call) -> None:
+        """Take this rank's part of whole caches; those that this model returned hold it already."""
+        for index, path in call.places:
+            where, leaf = self.cache_layout.get(path), call.leaves[index]
             if where is None:
-                return leaf
-            sizes = [where.size if i == where.dim else n for i, n in enumerate(leaf.shape)]
-            return torch.empty(sizes, dtype=leaf.dtype, device="meta")
-
-        found: tuple[tuple[Any, ...], dict[str, Any]] = self.map_caches(whole, args, kwargs)
-        return found
-
-    def map_caches(
-        self, function: Callable[[Any, LocalOutput | None], Any], args: Any, kwargs: Any
-    ) -> Any:
-        """A call with a function applied to each leaf of a cache and to its place."""
-        leaves, spec = pytree.flatten((args, kwargs))
-        places = sorted(pytree.leaves_under(spec, is_cache))
-        if not places:
-            return args, kwargs
-        if len(places) != len(self.cache_layout):
-            raise AutoTPError(
-                message(
-                    "this cache was not made by this model",
-                    values=f"{len(places)} tensors, the model returns {len(self.cache_layout)}",
-                    because="a cache holds this rank's heads only: it comes from an earlier call",
-                    try_="start with an empty cache, and pass on what the model returned",
+                continue
+            held = where.ranges[self.rank]
+            size = leaf.shape[where.dim]
+            if size == sum(stop - start for start, stop in held):
+                continue
+            if size != where.size:
+                raise AutoTPError(
+                    message(
+                        "this cache was not made for this model",
+                        values=f"{path} has {size} heads, rank {self.rank} of {self.tp_size} has "
+                        f"{sum(stop - start for start, stop in held)} of {where.size}",
+                        because="a cache holds this rank's heads, or those of the whole model",
+                        try_="start with an empty cache, and pass on what the model returned",
+                    )
                 )
-            )
-        for index, where in zip(places, self.cache_layout, strict=True):
-            leaves[index] = function(leaves[index], where)
-        return pytree.unflatten(leaves, spec)
+            call.leaves[index] = take(leaf, where.dim, held)
 
-    def capture_for(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Capture, list[Any]]:
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """A call in its normal form, with this rank's part of caches."""
+        call = read(*normal_call(self._signature, args, kwargs))
+        if call.places and self.tp_size > 1:
+            self._own_heads(call)
+        return call
+
+    def capture_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Capture, Call]:
         """The capture that serves a call (made now if there is none), and the call's leaves."""
-        given, named = normal_call(self._signature, args, kwargs)
-        leaves, spec = pytree.flatten((given, named))
-        for capture in self._captures.get(self._form(leaves, spec), ()):
-            if _holds(capture.signature.guards, leaves, given, named):
-                return capture, leaves
+        call = self.read(args, kwargs)
+        for serves, capture in self._captures.get(self._key(call), ()):
+            if serves(call.leaves):
+                return capture, call
         begun = time.perf_counter()
-        capture = self._builder(self, given, named)
+        capture = self._builder(self, call.args, dict(call.kwargs))
         capture = replace(capture, seconds=time.perf_counter() - begun)
         log.info("captured a further call form: %s", capture)
-        return self.register(given, named, capture), leaves
+        if call.places:
+            call = self.read(args, kwargs)  # the capture says how its caches are split
+        return self.register(call, capture), call
 
     def compare_inputs(self, leaves: Sequence[Any], signature: Signature) -> None:
         """Raise GroupError on every rank if the ranks were given different inputs.
@@ -224,10 +230,10 @@ class TensorParallel(Block):
                     )
                 )
 
-    def register(self, args: Any, kwargs: Any, capture: Capture) -> Capture:
+    def register(self, call: Call, capture: Capture) -> Capture:
         """Have a capture serve calls of this form."""
-        leaves, spec = pytree.flatten((args, kwargs))
-        if not _holds(capture.signature.guards, leaves, args, kwargs):
+        check = holds(capture.signature.guards)
+        if not check(call.leaves):
             raise AutoTPError(
                 message(
                     "a capture does not serve the call that it was made from",
@@ -235,14 +241,15 @@ class TensorParallel(Block):
                     because="this is a bug in autotp",
                 )
             )
-        self._captures.setdefault(self._form(leaves, spec), []).append(capture)
+        self._captures.setdefault(self._key(call), []).append((check, capture))
         return capture
 
-    def _form(self, leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
-        return (str(spec), self.training, self._dtype(), *map(_key, leaves))
-
-    def _dtype(self) -> torch.dtype | None:
-        return next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        one = next((p for p in self.parameters() if p.is_floating_point()), None)
+        if one is None:
+            return (self.training, *call.key)
+        autocast = torch.is_autocast_enabled(one.device.type)
+        return (self.training, one.dtype, autocast, *call.key)
 
     def __getstate__(self) -> dict[str, Any]:
         raise AutoTPError(
@@ -268,20 +275,24 @@ class TensorParallel(Block):
         return twin
 
 
-def same_cache(output: Any, given: Sequence[Any]) -> Any:
-    """The caller's cache object holds the new keys and values, as after a call of the original."""
-    caches = [value for value in given if is_cache(type(value))]
-    if len(caches) != 1 or not isinstance(output, (dict, tuple)):
+def finish(results: list[Any], spec: Any, caches: Sequence[Any]) -> Any:
+    """What the original returns. Caches that were given hold the new keys and values."""
+    (output, states), made = unpack_all(pytree.unflatten(results, spec))
+    if not made:
         return output
-    items = list(output.items() if isinstance(output, dict) else enumerate(output))
-    for key, value in items:
-        if is_cache(type(value)):
-            caches[0].__dict__.update(value.__dict__)
-            if isinstance(output, dict):
-                output[key] = caches[0]
-            else:
-                output = (*output[:key], caches[0], *output[key + 1 :])
-    return output
+    for cache, state in zip(caches, states, strict=True):
+        cache.__dict__.update(state.__dict__)
+    return pytree.map_some(
+        lambda v: isinstance(v, Given), lambda given: caches[given.number], output
+    )
+
+
+def _resized(leaf: Any, where: LocalOutput | None) -> Any:
+    """A tensor on meta with all heads, if it has this rank's."""
+    if where is None:
+        return leaf
+    sizes = [where.size if i == where.dim else n for i, n in enumerate(leaf.shape)]
+    return torch.empty(sizes, dtype=leaf.dtype, device="meta")
 
 
 def _summary(leaf: Any) -> str:
@@ -291,35 +302,3 @@ def _summary(leaf: Any) -> str:
     data = leaf.detach().cpu().contiguous()
     digest = hashlib.sha256(data.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
     return f"{[*leaf.shape]} {str(leaf.dtype).removeprefix('torch.')} {digest}"
-
-
-def _key(leaf: Any) -> Any:
-    """What of a leaf decides whether a graph serves it: of tensors all but sizes above 1."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.dtype, *(size if size < 2 else -1 for size in leaf.shape))
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else repr(leaf)
-
-
-def _holds(guards: Guards, leaves: Sequence[Any], args: Any, kwargs: Any) -> bool:
-    """Whether the sizes of a call are those that the graph was captured for."""
-    known: dict[str, int] = {}
-    for leaf, dims in zip(leaves, guards.sizes, strict=True):
-        if dims is None:
-            continue
-        for size, wanted in zip(leaf.shape, dims, strict=True):
-            if isinstance(wanted, int):
-                if size != wanted:
-                    return False
-            elif known.setdefault(wanted, size) != size:
-                return False
-    for symbol, (low, high) in guards.ranges.items():
-        if symbol in known and not low <= known[symbol] <= high:
-            return False
-    sizes = [getattr(leaf, "shape", ()) for leaf in leaves]
-    scope = {"L": {"args": args, "kwargs": kwargs}, "sizes": sizes}
-    return all(eval(_code(condition), scope) for condition in guards.conditions)
-
-
-@functools.lru_cache(maxsize=1024)
-def _code(condition: str) -> Any:
-    return compile(condition, "<guard>", "eval")

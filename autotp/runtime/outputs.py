@@ -37,11 +37,6 @@ class LocalOutput:
         return sum(stop - start for held in self.ranges for start, stop in held)
 
 
-def is_cache(kind: type) -> bool:
-    """Whether a class holds keys and values of earlier tokens."""
-    return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
-
-
 class ShardedOutput:
     """A result of which each rank holds a part: `local`. `gather()` makes it whole on every
     rank."""

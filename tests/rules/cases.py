@@ -89,6 +89,34 @@ CASES: dict[str, list[Call]] = {
         lambda s: (aten.index.Tensor, x(*s), [None, ints(s[1], 5), None, ints(s[3], 5)]),
         lambda s: (aten.index.Tensor, x(s[0], s[1]), [ints(s[0], s[2], s[3]) - s[0]]),
     ],
+    "index_put": [
+        lambda s: (
+            aten.index_put.default,
+            x(*s[:3]),
+            [None, ints(s[1], s[3])],
+            x(s[0], s[3], s[2]),
+        ),
+        lambda s: (
+            aten.index_put.default,
+            x(*s[:3]),
+            [None, None, ints(s[2], 1)],
+            x(s[0], s[1], 1),
+        ),
+        lambda s: (aten.index_put.default, x(*s[:3]), [None, ints(s[1], s[3])], x(s[2])),
+        lambda s: (
+            aten.index_put.default,
+            x(*s[:3]),
+            [ints(s[0], s[3]), None, ints(s[2], 1)],
+            x(1),
+        ),
+    ],
+    "index_copy": [
+        lambda s: (
+            *(aten.index_copy.default, x(s[0], s[1], s[2]), 1),
+            *(torch.arange(s[1]).flip(0), x(s[0], s[1], s[2])),
+        ),
+        lambda s: (*(aten.index_add.default, x(s[0], s[1]), -1, ints(s[1], s[2]), x(s[0], s[2])),),
+    ],
     "index_select": [lambda s: (aten.index_select.default, x(s[0], s[1]), 1, ints(s[1], s[2]))],
     "embedding": [lambda s: (aten.embedding.default, x(s[0], s[1]), ints(s[0], s[2], s[3]))],
     "cross_entropy_loss": [

@@ -1,0 +1,101 @@
+"""A call as the graphs see it: its leaves, and the key under which a capture is found.
+
+Done on every call, so plain containers are walked here and only others go through pytree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autotp import pytree
+from autotp.caches import Packed, is_cache, pack
+from autotp.program import Guards
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: arguments in their normal form, leaves in pytree's order, and its structure.
+
+    `caches` are the caller's cache objects, `places` the leaves that lie in them: (index, path).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: list[Any]
+    structure: Any
+    caches: list[Any]
+    places: list[tuple[int, str]]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides whether a graph may serve the call: all but sizes above 1."""
+        return (self.structure, *map(_key, self.leaves))
+
+
+def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Flatten a call. Caches are taken apart; the objects stay what they are."""
+    call = Call(args, kwargs, [], None, [], [])
+    structure = (_walk(args, call), _walk(kwargs, call))
+    object.__setattr__(call, "structure", structure)
+    return call
+
+
+def _walk(value: Any, call: Call) -> Any:
+    if isinstance(value, (Tensor, *_PLAIN)):
+        call.leaves.append(value)
+        return None
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return (type(value), *(_walk(item, call) for item in value))
+    if type(value) is dict:
+        return (dict, *((name, _walk(item, call)) for name, item in value.items()))
+    if isinstance(value, Packed) or is_cache(value):
+        packed = value if isinstance(value, Packed) else pack(value)
+        call.caches.append(value)
+        start = len(call.leaves)
+        call.places.extend((start + i, path) for i, path in enumerate(packed.form.paths))
+        call.leaves.extend(packed.leaves)
+        return packed.form
+    leaves, spec = pytree.flatten(value)
+    call.leaves.extend(leaves)
+    return str(spec)
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, *[size if size < 2 else -1 for size in leaf.shape])
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else repr(leaf)
+
+
+def holds(guards: Guards) -> Callable[[Sequence[Any]], bool]:
+    """A function that says whether the sizes of a call's leaves are those of a capture.
+
+    The guards become one expression, evaluated from left to right.
+    """
+    terms: list[str] = []
+    known: dict[str, str] = {}
+    for index, dims in enumerate(guards.sizes):
+        for dim, wanted in enumerate(dims or ()):
+            here = f"sizes[{index}][{dim}]"
+            if isinstance(wanted, int):
+                terms.append(f"{here} == {wanted}")
+            elif wanted in known:
+                terms.append(f"{here} == {known[wanted]}")
+            else:
+                known[wanted] = here
+                if wanted in guards.ranges:
+                    low, high = guards.ranges[wanted]
+                    terms.append(f"{low} <= {here} <= {high}")
+    terms.extend(f"({condition})" for condition in guards.conditions)
+    code = compile(" and ".join(terms) or "True", "<guards>", "eval")
+
+    def check(leaves: Sequence[Any]) -> bool:
+        sizes = [leaf.shape if isinstance(leaf, Tensor) else () for leaf in leaves]
+        return bool(eval(code, {"sizes": sizes, "leaves": leaves}))
+
+    return check
