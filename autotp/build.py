@@ -11,17 +11,17 @@ from torch import nn
 
 from autotp import caches
 from autotp.errors import PlanError, message
-from autotp.examples import Call
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
 from autotp.program import Program, Signature
 from autotp.runtime.block import Block, BlockList
+from autotp.runtime.calls import Call
 from autotp.runtime.group import Group
 from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.weights import shard
 
-Planner: TypeAlias = Callable[[TensorParallel, tuple[Any, ...], dict[str, Any]], Plan]
+Planner: TypeAlias = Callable[[TensorParallel, Call], Plan]
 
 
 def build(
@@ -29,7 +29,7 @@ def build(
     skeleton: nn.Module,
     plan: Plan,
     group: Group,
-    call: Call,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
     *,
     logits: str = "auto",
     planner: Planner | None = None,
@@ -37,14 +37,16 @@ def build(
     """The module of one rank, with copies of its shards of the model's tensors."""
     further = planner or plan_further
 
-    def capture(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-        return attach(root, further(root, args, kwargs))
+    def capture(root: TensorParallel, call: Call) -> Capture:
+        return attach(root, further(root, call))
 
-    root = TensorParallel(skeleton, plan, group, capture, logits)
+    name = type(skeleton).__name__  # what pipelines and trainers look at
+    kind = type(name, (TensorParallel,), {"__doc__": f"{name}, tensor-parallel."})
+    root: TensorParallel = kind(skeleton, plan, group, capture, logits)
     _grow(root, skeleton, group, plan)
     _fill(root, model, plan, group.rank)
-    capture_of_call = attach(root, plan)
-    root.register(root.read(*call), capture_of_call)
+    first = attach(root, plan)
+    root.register(root.read("", *call), first)
     return root
 
 
@@ -94,7 +96,7 @@ def _local_signature(program: Program, rank: int) -> Signature:
     return replace(signature, guards=guards)
 
 
-def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def plan_further(root: TensorParallel, call: Call) -> Plan:
     """The plan of another call form, under which every parameter lies as it does already."""
     skeleton = root.skeleton
     skeleton.train(root.training)
@@ -103,18 +105,26 @@ def plan_further(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, 
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             if name in mine and tensor.dtype != mine[name].dtype:
                 tensor.data = tensor.data.to(mine[name].dtype)
-    args, kwargs = root.whole_caches(args, kwargs)
-    return make_plan(skeleton, args, kwargs, tp=root.tp_size, layout=root.plan, logits=root.logits)
+    args, kwargs = root.whole_caches(call.args, call.kwargs)
+    return make_plan(
+        skeleton,
+        args,
+        kwargs,
+        tp=root.tp_size,
+        layout=root.plan,
+        logits=root.logits,
+        entry=call.entry,
+    )
 
 
 def shared_planner() -> Planner:
     """Plans once for all ranks of one process, which ask for the same call forms in turn."""
     plans: dict[int, Plan] = {}
 
-    def planner(root: TensorParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def planner(root: TensorParallel, call: Call) -> Plan:
         number = len(root.captures)
         if number not in plans:
-            plans[number] = plan_further(root, args, kwargs)
+            plans[number] = plan_further(root, call)
         return plans[number]
 
     return planner

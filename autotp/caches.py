@@ -5,7 +5,8 @@
 A cache is any object with `update` and `get_seq_length` (Hugging Face's `Cache`). Its attributes
 are walked; what is found decides: tensors are leaves, numbers that count tokens become leaves too
 (sizes of empty tensors, so that a graph serves every length), and all else is the form, which a
-graph is captured for. A number counts if the class's constructor does not take it.
+graph is captured for. A number counts if the class's constructor does not take it, or if it is the
+length that a cache is made for.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _pack(value: Any, path: str, leaves: list[torch.Tensor], paths: list[str]) -
         )
     settings, entries = _settings(cast(Hashable, type(value))), list[Any]()
     for name, held in value.__dict__.items():
-        if _counts(held) and name not in settings:
+        if _counts(held) and (name not in settings or name == "max_cache_len"):
             device = getattr(value, "device", None)
             leaves.append(torch.empty((held, 0), dtype=torch.bool, device=device))
             paths.append(f"{inner}{name}")

@@ -34,9 +34,11 @@ def make_plan(
     tp: int,
     layout: Plan | None = None,
     logits: str = "auto",
+    entry: str = "",
 ) -> Plan:
-    """A model without storage and a call become a plan. `layout` fixes how parameters lie."""
-    program = normalize(capture(skeleton, args, kwargs))
+    """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
+    names the submodule that is called, if it is not the model itself."""
+    program = normalize(capture(skeleton, args, kwargs, entry))
     inferred = infer(program)
     pairs = match(program, inferred)
     plan = choose(program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout)

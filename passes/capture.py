@@ -57,15 +57,19 @@ _REGIONS = {
 }
 
 
-def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+def capture(
+    skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: str = ""
+) -> Program:
     """Trace `skeleton(*args, **kwargs)`; of tensors among the inputs only shape and dtype count.
+
+    With `entry` the submodule of that path is called instead.
 
     Raises CaptureError with the module and source line that refused.
     """
     packed = pack_all((args, dict(kwargs)))
     args, named = pytree.map_tensors(_blank, packed)
     begun = time.perf_counter()
-    exported = _export(skeleton, args, named, _fixed(packed))
+    exported = _export(_Call(skeleton, entry), args, named, _fixed(packed))
     seconds = time.perf_counter() - begun
     tensors, names, aliases = _tensors(skeleton, exported)
     rebuilt = _Rebuild(exported, names)
@@ -134,15 +138,17 @@ class _Call(nn.Module):
     where the result holds one of them its number stands.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, entry: str) -> None:
         super().__init__()
         self.model = model
+        self.entry = entry
         self.training = model.training
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (given, named), caches = unpack_all((args, kwargs))
         numbers = {id(cache): Given(number) for number, cache in enumerate(caches)}
-        result = self.model(*given, **named)
+        model = self.model.get_submodule(self.entry) if self.entry else self.model
+        result = model(*given, **named)
         result = pytree.map_some(is_cache, lambda c: numbers.get(id(c)) or pack(c), result)
         return result, [pack(cache) for cache in caches]
 
@@ -159,7 +165,7 @@ def _fixed(packed: Any) -> list[int | None]:
 
 
 def _export(
-    skeleton: nn.Module,
+    call: _Call,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fixed: Sequence[int | None],
@@ -173,14 +179,13 @@ def _export(
             shapes[leaf] = dims
     try:
         with _META, _KeepConstants():  # what is made without a device is on the module's
-            call = _Call(skeleton)
             return export(call, (args, kwargs), dynamic_shapes=shapes, strict=False)  # type: ignore[arg-type]
     except Exception as error:
         raise _error_like(error)(
             message(
-                f"torch.export cannot capture {type(skeleton).__name__}",
+                f"torch.export cannot capture {type(call.model).__name__}",
                 values=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-                because=_where(error, skeleton),
+                because=_where(error, call.model),
                 try_="example_inputs that take the path you train or run; control flow must not "
                 "depend on tensor values",
             )
@@ -431,10 +436,11 @@ def _origin(node: Node) -> dict[str, Any]:
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
     for key, (path, kind) in stack.items():
-        path = path.removeprefix("model").removeprefix(".")
-        again = key.rpartition("@")[2] if "@" in key else ""
-        calls.append((path + (f"@{again}" if again else ""), getattr(kind, "__name__", kind)))
-    return {"calls": tuple(calls[2:]), "stack_trace": _own(node.meta.get("stack_trace"))}
+        if path.startswith("model."):  # not the wrapper, nor the model itself
+            again = key.rpartition("@")[2] if "@" in key else ""
+            name = path.removeprefix("model.") + (f"@{again}" if again else "")
+            calls.append((name, getattr(kind, "__name__", kind)))
+    return {"calls": tuple(calls), "stack_trace": _own(node.meta.get("stack_trace"))}
 
 
 def _own(trace: str | None) -> str | None:

@@ -84,7 +84,7 @@ def assert_same_on_all_ranks(lockstep: Lockstep, inputs: Any, tol: float = 1e-9)
     """Every rank returns the same."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     with torch.no_grad():
-        results, _ = lockstep.run(args, dict(kwargs))
+        results, _, _ = lockstep.run(args, dict(kwargs))
     for values in zip(*results, strict=True):
         for value in values[1:]:
             if isinstance(value, Tensor):

@@ -7,126 +7,147 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import DynamicCache, StaticCache
 
 import autotp
-from autotp.errors import AutoTPError, CaptureError
-from tests.oneprocess import refill
+from autotp.errors import AutoTPError
+from tests.generating import HEADS, KINDS, assert_same_text, generator, prompt, written
 
-TOKENS: dict[str, Any] = {
-    "vocab_size": 257,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-KINDS = {
-    "fused": lambda: GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_head=6, n_embd=24, n_positions=64, **TOKENS)
-    ),
-    "grouped": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            **TOKENS,
-        )
-    ),
-}
+RANKS = 4
 
 
 @functools.cache
 def both(kind: str) -> tuple[Any, Any]:
-    model = refill(KINDS[kind]()).eval()
-    return model, autotp.parallelize(model, devices=["cpu"] * 3)
-
-
-def prompt() -> dict[str, torch.Tensor]:
-    """Two prompts, the first padded at the left."""
-    tokens = torch.randint(2, 257, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(tokens)
-    mask[0, :3], tokens[0, :3] = 0, 0
-    return {"input_ids": tokens, "attention_mask": mask}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_step_has_the_logits_of_the_original(kind: str) -> None:
-    model, lockstep = both(kind)
-    tokens = prompt()["input_ids"][1:].repeat(2, 1)
-    with torch.no_grad():
-        want, have = model(tokens), lockstep(tokens)
-        captures = 0
-        for step in range(8):
-            assert (want.logits - have.logits).abs().max() < 1e-5
-            captures = captures or (len(lockstep.ranks[0].captures) if step else 0)
-            following = want.logits[:, -1:].argmax(-1)
-            want = model(following, past_key_values=want.past_key_values)
-            have = lockstep(following, past_key_values=have.past_key_values)
-    assert len(lockstep.ranks[0].captures) == captures  # none for a longer cache
+    model = generator(kind)
+    return model, autotp.parallelize(model, devices=["cpu"] * RANKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": False, "num_beams": 3}])
-def test_generate_gives_the_tokens_of_the_original(kind: str, how: dict[str, Any]) -> None:
+def test_generate_writes_the_text_of_the_original(kind: str) -> None:
     model, lockstep = both(kind)
-    want = model.generate(**prompt(), max_new_tokens=16, **how)
-    assert torch.equal(lockstep.generate(**prompt(), max_new_tokens=16, **how), want)
+    assert_same_text(written(lockstep), written(model))
+    captures = len(lockstep.ranks[0].captures)
+    beams, wanted = (written(m, num_beams=3, min_new_tokens=0) for m in (lockstep, model))
+    assert torch.equal(beams.sequences, wanted.sequences)
+    written(lockstep, max_new_tokens=40, min_new_tokens=40)
+    assert len(lockstep.ranks[0].captures) == captures  # for no longer text, nor other batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "window"])
+def test_a_static_cache_serves(kind: str) -> None:
+    model, lockstep = both(kind)
+    how = {"cache_implementation": "static", "max_new_tokens": 12, "min_new_tokens": 12}
+    found, wanted = written(lockstep, **how), written(model, **how)
+    assert torch.equal(found.sequences, wanted.sequences)
+    captures = len(lockstep.ranks[0].captures)
+    longer = {**how, "max_new_tokens": 20, "min_new_tokens": 20}
+    assert torch.equal(written(lockstep, **longer).sequences, written(model, **longer).sequences)
+    assert len(lockstep.ranks[0].captures) == captures  # none for another size of the cache
+
+
+def test_an_exhausted_static_cache_raises_as_the_original_does() -> None:
+    model, lockstep = both("llama")
+    tokens = prompt()["input_ids"]
+    caches = [StaticCache(config=model.config, max_cache_len=12) for _ in range(2)]
+    with torch.no_grad():
+        for each, cache in zip((model, lockstep), caches, strict=True):
+            each(tokens, cache=cache)
+            with pytest.raises((IndexError, RuntimeError), match="index"):
+                each(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_chunks_of_a_prompt_continue_each_other(kind: str) -> None:
+    model, lockstep = both(kind)
+    tokens = prompt()["input_ids"]
+    with torch.no_grad():
+        for each in (model, lockstep):
+            outputs = [each(tokens[:, :4])]
+            for start, stop in ((4, 7), (7, 8), (8, 9)):
+                outputs.append(each(tokens[:, start:stop], cache=outputs[-1].past_key_values))
+            parts = torch.cat([output.logits for output in outputs], 1)
+            assert (parts - model(tokens).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", HEADS)
 def test_each_rank_caches_its_own_heads(kind: str) -> None:
-    model, lockstep = both(kind)
+    model = generator(kind)
+    lockstep = autotp.parallelize(model, devices=["cpu"] * 3)
     with torch.no_grad():
         whole = model(prompt()["input_ids"]).past_key_values
         lockstep(prompt()["input_ids"])
-    heads = whole.layers[0].keys.shape[1]
-    capture = next(
-        c for c in lockstep.ranks[0].captures if any(w.cache for w in c.outputs.values())
-    )
-    for where in capture.outputs.values():
-        if where.cache:
-            held = [sum(stop - start for start, stop in ranges) for ranges in where.ranges]
-            assert where.dim == 1 and sum(held) == heads and max(held) == -(-heads // 3)
+    assert whole.layers[0].keys.shape[1] == HEADS[kind]
+    outputs = lockstep.ranks[0].captures[-1].outputs.values()
+    assert sum(where.cache for where in outputs) == 2 * len(whole.layers)
+    for where in outputs:
+        held = [sum(stop - start for start, stop in ranges) for ranges in where.ranges]
+        assert where.dim == 1 and sum(held) == HEADS[kind] and max(held) == -(-HEADS[kind] // 3)
 
 
-def test_the_callers_cache_object_is_filled_as_by_the_original() -> None:
-    from transformers import DynamicCache
-
-    model, lockstep = both("fused")
-    cache, given = DynamicCache(config=model.config), prompt()["input_ids"]
+def test_the_callers_cache_is_filled_even_if_it_is_not_returned() -> None:
+    model, lockstep = both("gpt2")
+    tokens, caches = prompt()["input_ids"], [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
-        out = lockstep(given, past_key_values=cache)
-    assert out.past_key_values is cache and cache.get_seq_length() == given.shape[1]
+        for each, cache in zip((model, lockstep), caches, strict=True):
+            assert each(tokens, cache=cache).past_key_values is cache
+            assert each(tokens, cache=cache, use_cache=False).past_key_values is None
+    mine, theirs = caches
+    assert mine.get_seq_length() == theirs.get_seq_length() == 18
+    for a, b in zip(mine.layers, theirs.layers, strict=True):
+        assert (a.keys - b.keys).abs().max() < 1e-5 and (a.values - b.values).abs().max() < 1e-5
 
 
-def test_a_cache_of_another_model_is_refused() -> None:
-    model, _ = both("fused")
+def test_a_whole_cache_of_the_original_is_taken_apart() -> None:
+    model = generator("llama")
+    fresh = autotp.parallelize(model, devices=["cpu"] * 2)
+    tokens = prompt()["input_ids"]
+    with torch.no_grad():
+        first = model(tokens).past_key_values
+        found = fresh(tokens[:, :2], cache=first)  # the first cache that it ever sees
+        wanted = model(tokens[:, :2], cache=model(tokens).past_key_values)
+    assert (found.logits - wanted.logits).abs().max() < 1e-5
+
+
+def test_a_cache_of_another_number_of_heads_is_refused() -> None:
+    _, lockstep = both("llama")
+    tokens = prompt()["input_ids"]
+    with torch.no_grad():
+        lockstep(tokens)
+        foreign = generator("neox")(tokens).past_key_values
+        with pytest.raises(AutoTPError, match=r"was not made for this model\n.* has 8 heads"):
+            lockstep(tokens[:, :1], cache=foreign)
+
+
+def test_a_quantized_or_offloaded_cache_is_refused_with_the_reason() -> None:
+    model, lockstep = both("llama")
+    cache = DynamicCache(config=model.config)
+    cache.prefetch_stream = object()
+    with pytest.raises(AutoTPError, match="a cache holds object at prefetch_stream"):
+        lockstep(prompt()["input_ids"], cache=cache)
+
+
+def test_captures_say_what_they_serve_and_are_bounded() -> None:
+    model = generator("gpt2")
     rank = autotp.parallelize(model, tp=1)
+    tokens = prompt()["input_ids"]
     with torch.no_grad():
-        foreign = model(prompt()["input_ids"]).past_key_values
-        with pytest.raises(AutoTPError, match="was not made by this model"):
-            rank(prompt()["input_ids"][:, :1], past_key_values=foreign)
+        rank(tokens, logits_to_keep=2)
+        rank(tokens, logits_to_keep=2)
+        rank(tokens, logits_to_keep=3)
+    reasons = [capture.reason for capture in rank.captures]
+    assert reasons[0] == "the first call" and reasons[2:] == ["logits_to_keep 3, not 2"]
+    rank.max_captures = 3
+    with pytest.raises(AutoTPError, match="3 call forms of GPT2LMHeadModel were captured"):
+        rank(tokens, logits_to_keep=4)
+    assert rank(tokens, logits_to_keep=2).logits.shape[1] == 2
 
 
-def test_a_sliding_window_cache_is_refused_not_wrong() -> None:
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=6,
-        **TOKENS,
-    )
-    lockstep = autotp.parallelize(refill(MistralForCausalLM(config)).eval(), devices=["cpu"] * 2)
-    with pytest.raises(CaptureError):
-        lockstep.generate(**prompt(), max_new_tokens=4, do_sample=False)
+def test_an_embedding_and_an_encoder_can_be_called_by_themselves() -> None:
+    model, lockstep = both("bart")
+    tokens = prompt()["input_ids"]
+    for path in ("model.encoder", "model.shared"):
+        wanted, found = model.get_submodule(path)(tokens), lockstep.entry(path)(tokens)
+        a, b = (x if isinstance(x, torch.Tensor) else x[0] for x in (wanted, found))
+        assert (a - b).abs().max() < 1e-5

@@ -22,9 +22,11 @@ _PLAIN = (bool, int, float, str, type(None))
 class Call:
     """One call: arguments in their normal form, leaves in pytree's order, and its structure.
 
+    `entry` is the path of the submodule that is called, "" for the model itself.
     `caches` are the caller's cache objects, `places` the leaves that lie in them: (index, path).
     """
 
+    entry: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     leaves: list[Any]
@@ -35,12 +37,12 @@ class Call:
     @property
     def key(self) -> tuple[Any, ...]:
         """What decides whether a graph may serve the call: all but sizes above 1."""
-        return (self.structure, *map(_key, self.leaves))
+        return (self.entry, self.structure, *map(_key, self.leaves))
 
 
-def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def read(entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Flatten a call. Caches are taken apart; the objects stay what they are."""
-    call = Call(args, kwargs, [], None, [], [])
+    call = Call(entry, args, kwargs, [], None, [], [])
     structure = (_walk(args, call), _walk(kwargs, call))
     object.__setattr__(call, "structure", structure)
     return call
@@ -70,6 +72,36 @@ def _key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (leaf.dtype, *[size if size < 2 else -1 for size in leaf.shape])
     return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else repr(leaf)
+
+
+def described(call: Call, names: Sequence[str], mode: str) -> dict[str, str]:
+    """What of a call a graph is captured for, by argument: `*` is a size that may vary."""
+    cached = {index for index, _ in call.places}
+    form = {"mode": mode}
+    if call.entry:
+        form["entry"] = call.entry
+    for index, (name, leaf) in enumerate(zip(names, call.leaves, strict=True)):
+        if index in cached:
+            name = name.rstrip("0123456789").rstrip("_")
+        if isinstance(leaf, Tensor):
+            sizes = ", ".join(str(size) if size < 2 else "*" for size in leaf.shape)
+            text = f"{str(leaf.dtype).removeprefix('torch.')}[{sizes}]"
+        else:
+            text = repr(leaf)
+        form.setdefault(name.removeprefix("kwargs_"), text)
+    return form
+
+
+def difference(form: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
+    """In what a call form differs from the most similar one of others."""
+    if not others:
+        return "the first call"
+    nearest = min(others, key=lambda other: len(form.items() ^ other.items()))
+    found = [f"no {name}" for name in nearest if name not in form]
+    for name, text in form.items():
+        if nearest.get(name) != text:
+            found.append(f"{name} {text}" + (f", not {nearest[name]}" if name in nearest else ""))
+    return "; ".join(found) or "sizes that its conditions do not allow"
 
 
 def holds(guards: Guards) -> Callable[[Sequence[Any]], bool]:

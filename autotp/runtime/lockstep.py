@@ -7,7 +7,7 @@ differentiable, so one `loss.backward()` computes every rank's gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx import Graph, Node, map_arg
 
 from autotp.axes import Ranges
 from autotp.errors import AutoTPError, message
-from autotp.huggingface import face_of
+from autotp.huggingface import Entry, face_of
 from autotp.runtime import vocabulary
 from autotp.runtime.block import Block
 from autotp.runtime.calls import Call
@@ -58,20 +58,35 @@ class Lockstep(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, on every rank."""
-        results, spec, caches = self.run(args, kwargs)
+        return self.call("", args, kwargs)
+
+    def call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The forward of the original's submodule at a path; "" is the model itself."""
+        results, spec, caches = self.run(args, kwargs, entry)
         leaves = [_leave(values) for values in zip(*results, strict=True)]
         return finish(leaves, spec, caches)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original's `generate`. The caller sees whole caches; each rank computes its heads."""
-        skeleton = self.ranks[0].skeleton
-        assert isinstance(skeleton, nn.Module)
-        return face_of(skeleton, self, self.ranks[0]).generate(*args, **kwargs)
+        return face_of(self.skeleton, self).generate(*args, **kwargs)
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, list[Any]]:
+    @property
+    def skeleton(self) -> nn.Module:
+        """The original without storage."""
+        found = self.ranks[0].skeleton
+        assert isinstance(found, nn.Module)
+        return found
+
+    def entry(self, path: str) -> Entry:
+        """A submodule of the original that is called by itself."""
+        return Entry(self, self.skeleton, path)
+
+    def run(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
+    ) -> tuple[list[Any], Any, list[Any]]:
         """The flat results of every rank, their structure, and the caches that were given."""
         blocks = list(self.ranks)
-        found = [block.capture_for(args, kwargs) for block in blocks]  # type: ignore[operator]
+        found = [block.capture_for(args, kwargs, entry) for block in blocks]  # type: ignore[operator]
         numbers = {capture.number for capture, _ in found}
         assert len(numbers) == 1, "ranks capture in the same order"
         leaves = zip(*(_own_caches(call) for _, call in found), strict=True)

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from autotp import pytree
 from autotp.caches import Given, Packed, map_caches, pack, unpack_all
 from autotp.errors import AutoTPError, GroupError, message
 from autotp.examples import normal_call
-from autotp.huggingface import face_of, same_draws
+from autotp.huggingface import FACTS, Entry, entry_of, face_of, same_draws
 from autotp.planning import Plan
 from autotp.program import Signature
 from autotp.runtime.block import Block, Compiler
-from autotp.runtime.calls import Call, holds, read
+from autotp.runtime.calls import Call, described, difference, holds, read
 from autotp.runtime.collectives import take
 from autotp.runtime.group import Group
 from autotp.runtime.outputs import LocalOutput, ShardedOutput
@@ -33,7 +33,8 @@ log = logging.getLogger("autotp")
 
 @dataclass(frozen=True)
 class Capture:
-    """One captured call form: its number among the root's graphs, and what it serves."""
+    """One captured call form: its number among the root's graphs, what it serves, and why it was
+    made."""
 
     number: int
     signature: Signature
@@ -41,17 +42,17 @@ class Capture:
     seconds: float
     plan: Plan
     outputs: Mapping[int, LocalOutput]
+    form: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
 
     def __str__(self) -> str:
-        mode = "training" if self.training else "evaluation"
-        names = (name.removeprefix("kwargs_") for name in self.signature.inputs)
-        return f"{mode}, {', '.join(names)}: {self.seconds:.1f} s"
+        return f"{self.form.get('mode', '')}, {self.seconds:.1f} s: {self.reason}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         return self
 
 
-Builder = Callable[["TensorParallel", tuple[Any, ...], dict[str, Any]], Capture]
+Builder = Callable[["TensorParallel", Call], Capture]
 
 
 class TensorParallel(Block):
@@ -69,12 +70,13 @@ class TensorParallel(Block):
         self.rank = group.rank
         self._tp_group = group
         self.logits = logits
+        self.max_captures = 64
         self.debug = os.environ.get("AUTOTP_DEBUG", "") not in ("", "0")
         self.compiler = Compiler()
         self.training = skeleton.training
         self._skeleton = (skeleton,)  # in a tuple: it is no submodule
-        self._signature = inspect.signature(skeleton.forward)
         self._builder = builder
+        self._signatures: dict[str, inspect.Signature] = {}
         self._captures: dict[Any, list[tuple[Callable[[Any], bool], Capture]]] = {}
         self._face: tuple[Any] | None = None
         self.cache_layout: dict[str, LocalOutput] = {}  # how the tensors of caches are split
@@ -105,7 +107,7 @@ class TensorParallel(Block):
     def face(self) -> Any:
         """The original's configuration and methods, computing with this module."""
         if self._face is None:
-            self._face = (face_of(self.skeleton, self, self),)
+            self._face = (face_of(self.skeleton, self),)
         return self._face[0]
 
     @property
@@ -129,17 +131,37 @@ class TensorParallel(Block):
         return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's `generate`, with every rank's heads in its cache. Call it on every rank.
+        """The original's `generate`, with this rank's heads in its cache. Call it on every rank.
 
-        Ranks sample the same tokens whatever their generators' seeds.
+        All ranks sample what the first rank's generator draws.
         """
-        assert self._tp_group is not None
-        with same_draws(self._tp_group):
+        with same_draws(self.group, self.device):
             return self.face.generate(*args, **kwargs)
 
     def can_generate(self) -> bool:
         """Whether the original generates."""
         return bool(getattr(self.skeleton, "can_generate", lambda: False)())
+
+    def entry(self, path: str) -> Entry:
+        """A submodule of the original that computes what the original's computes when it is called
+        by itself. Every rank must call it."""
+        return Entry(self, self.skeleton, path)
+
+    def get_input_embeddings(self) -> Any:
+        """The embedding of tokens, whole for the caller however it is split."""
+        return entry_of(self, self.skeleton, "get_input_embeddings")
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
+        """The encoder of a model that has one."""
+        return entry_of(self, self.skeleton, "get_encoder", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in FACTS and "_skeleton" in self.__dict__ and hasattr(self.skeleton, name):
+                return getattr(self.face, name)
+            raise
 
     def num_parameters(self, *args: Any, **kwargs: Any) -> int:
         """Parameters of the whole model."""
@@ -147,7 +169,11 @@ class TensorParallel(Block):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward."""
-        capture, call = self.capture_for(args, kwargs)
+        return self.call("", args, kwargs)
+
+    def call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The forward of the original's submodule at a path; "" is the model itself."""
+        capture, call = self.capture_for(args, kwargs, entry)
         if self.debug:
             self.compare_inputs(call.leaves, capture.signature)
         results = list(self._tp_codes[capture.number].function(self, *call.leaves))
@@ -189,26 +215,49 @@ class TensorParallel(Block):
                 )
             call.leaves[index] = take(leaf, where.dim, held)
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def read(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call in its normal form, with this rank's part of caches."""
-        call = read(*normal_call(self._signature, args, kwargs))
+        signature = self._signatures.get(entry)
+        if signature is None:
+            signature = inspect.signature(self.skeleton.get_submodule(entry).forward)
+            self._signatures[entry] = signature
+        call = read(entry, *normal_call(signature, args, kwargs))
         if call.places and self.tp_size > 1:
             self._own_heads(call)
         return call
 
-    def capture_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Capture, Call]:
+    def capture_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
+    ) -> tuple[Capture, Call]:
         """The capture that serves a call (made now if there is none), and the call's leaves."""
-        call = self.read(args, kwargs)
+        call = self.read(entry, args, kwargs)
         for serves, capture in self._captures.get(self._key(call), ()):
             if serves(call.leaves):
                 return capture, call
+        self._limit_captures(call)
         begun = time.perf_counter()
-        capture = self._builder(self, call.args, dict(call.kwargs))
-        capture = replace(capture, seconds=time.perf_counter() - begun)
-        log.info("captured a further call form: %s", capture)
+        capture = self._builder(self, call)
         if call.places:
-            call = self.read(args, kwargs)  # the capture says how its caches are split
-        return self.register(call, capture), call
+            call = self.read(entry, args, kwargs)  # the capture says how its caches are split
+        capture = self.register(call, capture, time.perf_counter() - begun)
+        if self.rank == 0:
+            log.info("captured a further call form of %s: %s", self._kind, capture)
+        return capture, call
+
+    def _limit_captures(self, call: Call) -> None:
+        """Raise AutoTPError, on all ranks alike, if there are too many call forms."""
+        made = self.captures
+        if len(made) < self.max_captures:
+            return
+        raise AutoTPError(
+            message(
+                f"{len(made)} call forms of {self._kind} were captured, and another one came",
+                values="; ".join(str(capture) for capture in made[-4:]),
+                because="each takes seconds and memory: something that differs in every call is "
+                "captured as a constant",
+                try_="tensors instead of numbers, or raise tp_model.max_captures",
+            )
+        )
 
     def compare_inputs(self, leaves: Sequence[Any], signature: Signature) -> None:
         """Raise GroupError on every rank if the ranks were given different inputs.
@@ -230,7 +279,7 @@ class TensorParallel(Block):
                     )
                 )
 
-    def register(self, call: Call, capture: Capture) -> Capture:
+    def register(self, call: Call, capture: Capture, seconds: float = 0.0) -> Capture:
         """Have a capture serve calls of this form."""
         check = holds(capture.signature.guards)
         if not check(call.leaves):
@@ -241,6 +290,12 @@ class TensorParallel(Block):
                     because="this is a bug in autotp",
                 )
             )
+        mode = "training" if self.training else "evaluation"
+        if torch.is_autocast_enabled(self._device_type()):
+            mode += " under autocast"
+        form = described(call, capture.signature.inputs, mode)
+        reason = difference(form, [other.form for other in self.captures])
+        capture = replace(capture, form=form, reason=reason, seconds=seconds)
         self._captures.setdefault(self._key(call), []).append((check, capture))
         return capture
 
@@ -250,6 +305,9 @@ class TensorParallel(Block):
             return (self.training, *call.key)
         autocast = torch.is_autocast_enabled(one.device.type)
         return (self.training, one.dtype, autocast, *call.key)
+
+    def _device_type(self) -> str:
+        return next((p.device.type for p in self.parameters()), "cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         raise AutoTPError(
@@ -269,7 +327,7 @@ class TensorParallel(Block):
         for name, value in self.__dict__.items():
             if name == "_face":
                 continue
-            shared = name in ("_skeleton", "_signature", "_builder", "plan", "compiler", "group")
+            shared = name in ("_skeleton", "_signatures", "_builder", "plan", "compiler", "group")
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin

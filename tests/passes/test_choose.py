@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotp.errors import PlanError
 from autotp.planning import Plan
 from tests import small
 from tests.passes.stages import Fn, stages, values, written
@@ -228,18 +227,21 @@ def test_a_pair_that_the_first_capture_split_comes_before_heavier_ones() -> None
     assert [axis.units for axis in stages(model, layout=first).plan.axes] == [8]
 
 
-def test_a_call_that_needs_a_split_tensor_whole_is_refused_with_the_reason() -> None:
+def test_a_call_that_needs_a_split_tensor_whole_holds_it_and_says_why() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.up(x)
         return self.down(torch.tanh(h) if self.training else torch.softmax(h, -1))
 
     model = Fn(forward, up=nn.Linear(WIDTH, 8), down=nn.Linear(8, WIDTH))
     first = stages(model).plan
-    with pytest.raises(PlanError) as caught:
-        stages(model.eval(), layout=first)
-    text = str(caught.value)
-    assert text.startswith("the shards that the ranks hold cannot serve this call\n")
-    assert "aten.softmax mixes the items of it (softmax, test_choose.py:" in text
+    again = stages(model.eval(), layout=first).plan
+    assert again.held == ("down.weight", "up.bias", "up.weight")
+    for name in again.held:
+        assert [again.ranges(name, r) for r in range(2)] == [
+            first.ranges(name, r) for r in range(2)
+        ]
+    why = reason(again, "up.weight")
+    assert why == "gathered for each call: aten.softmax mixes the items of it"
 
 
 def test_the_plan_of_an_example_does_not_depend_on_its_sizes() -> None:
