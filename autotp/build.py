@@ -19,6 +19,7 @@ from autotp.runtime.calls import Call
 from autotp.runtime.group import Group
 from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.outputs import LocalOutput
+from autotp.runtime.results import assembler
 from autotp.runtime.weights import shard
 
 Planner: TypeAlias = Callable[[TensorParallel, Call], Plan]
@@ -66,7 +67,8 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
     signature = _local_signature(program, root.rank)
     root.cache_layout.update(_cache_layout(program))
     number = len(root._tp_codes) - 1
-    return Capture(number, signature, program.training, 0.0, plan, program.outputs)
+    assemble = assembler(signature.out_spec)
+    return Capture(number, signature, program.training, 0.0, plan, program.outputs, assemble)
 
 
 def _cache_layout(program: Program) -> dict[str, LocalOutput]:

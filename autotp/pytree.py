@@ -23,9 +23,9 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
-def parts(tree: Any, kind: type) -> list[Any]:
-    """The leaves, where instances of a class are leaves too."""
-    return _pytree.tree_leaves(tree, is_leaf=lambda value: isinstance(value, kind))
+def flatten_until(tree: Any, kinds: type | tuple[type, ...]) -> tuple[list[Any], Any]:
+    """Leaves and structure, where instances of some classes are leaves too."""
+    return _pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, kinds))
 
 
 def structure(tree: Any) -> Any:

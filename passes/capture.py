@@ -156,7 +156,7 @@ class _Call(nn.Module):
 def _fixed(packed: Any) -> list[int | None]:
     """Of each leaf the dim that is not dynamic: the heads of caches."""
     found: list[int | None] = []
-    for part in pytree.parts(packed, Packed):
+    for part in pytree.flatten_until(packed, Packed)[0]:
         if isinstance(part, Packed):
             found.extend(part.fixed or [None] * len(part.leaves))
         else:
@@ -357,7 +357,9 @@ class _Rebuild:
             return
         if node in self._new:  # a result of a nested graph that was written out
             return
-        if node.target in _CONVERSIONS and not self._autocast and _changes_nothing(node):
+        if _takes_all(node) or (
+            node.target in _CONVERSIONS and not self._autocast and _changes_nothing(node)
+        ):
             self._new[node] = self._map(node.args[0], node)
         elif node.target in _REGIONS:
             self._region(node, module)
@@ -429,6 +431,14 @@ def _as_slice(node: Node) -> tuple[Any, tuple[Any, ...]]:
             end = start + length if start >= 0 else start + length or sys.maxsize
             return torch.ops.aten.slice.Tensor, (x, dim, start, end)
     return node.target, node.args
+
+
+def _takes_all(node: Node) -> bool:
+    """Whether a slice has all items: indexing writes one for each `:`."""
+    match node.target, node.args:
+        case torch.ops.aten.slice.Tensor, (_, _, 0 | None, sys.maxsize):
+            return True
+    return False
 
 
 def _origin(node: Node) -> dict[str, Any]:

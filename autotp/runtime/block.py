@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Graph
 
 from autotp.runtime.group import Group
+from autotp.runtime.native import native
 
 
 class Code:
@@ -69,7 +70,7 @@ class Compiler:
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(self, graph: Graph, name: str) -> Code:
-        code = graph.python_code("self")
+        code = native(graph).python_code("self")
         key = (code.src, *sorted((k, id(v)) for k, v in code.globals.items()))
         if key not in self._functions:
             self._functions[key] = _function(code.src, code.globals, name)

@@ -29,7 +29,7 @@ from autotp.runtime.collectives import (
     scatter_to_region,
     take,
 )
-from autotp.runtime.module import TensorParallel, finish
+from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 
@@ -62,9 +62,9 @@ class Lockstep(nn.Module):
 
     def call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The forward of the original's submodule at a path; "" is the model itself."""
-        results, spec, caches = self.run(args, kwargs, entry)
+        results, capture, call = self.run(args, kwargs, entry)
         leaves = [_leave(values) for values in zip(*results, strict=True)]
-        return finish(leaves, spec, caches)
+        return capture.assemble(leaves, call.caches)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original's `generate`. The caller sees whole caches; each rank computes its heads."""
@@ -83,8 +83,8 @@ class Lockstep(nn.Module):
 
     def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
-    ) -> tuple[list[Any], Any, list[Any]]:
-        """The flat results of every rank, their structure, and the caches that were given."""
+    ) -> tuple[list[Any], Capture, Call]:
+        """The flat results of every rank, and the capture and the call as rank 0 sees them."""
         blocks = list(self.ranks)
         found = [block.capture_for(args, kwargs, entry) for block in blocks]  # type: ignore[operator]
         numbers = {capture.number for capture, _ in found}
@@ -98,7 +98,7 @@ class Lockstep(nn.Module):
             whole = parts if len(parts) == 1 else _Gather.apply(where.dim, where.ranges, *parts)
             for values, value in zip(results, whole, strict=True):
                 values[index] = value
-        return results, found[0][0].signature.out_spec, found[0][1].caches
+        return results, *found[0]
 
     @property
     def devices(self) -> list[torch.device]:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp import pytree
-from autotp.caches import Given, Packed, map_caches, pack, unpack_all
+from autotp.caches import Packed, map_caches, pack
 from autotp.errors import AutoTPError, GroupError, message
 from autotp.examples import normal_call
 from autotp.huggingface import FACTS, Entry, entry_of, face_of, same_draws
@@ -42,6 +41,7 @@ class Capture:
     seconds: float
     plan: Plan
     outputs: Mapping[int, LocalOutput]
+    assemble: Callable[[Sequence[Any], Sequence[Any]], Any]
     form: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
 
@@ -180,7 +180,7 @@ class TensorParallel(Block):
         for index, where in capture.outputs.items():
             if not where.cache:
                 results[index] = ShardedOutput(results[index], where, self.group)
-        return finish(results, capture.signature.out_spec, call.caches)
+        return capture.assemble(results, call.caches)
 
     def whole_caches(self, args: Any, kwargs: Any) -> Any:
         """(args, kwargs) with caches as data on meta, at the size they have with all heads."""
@@ -331,18 +331,6 @@ class TensorParallel(Block):
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin
-
-
-def finish(results: list[Any], spec: Any, caches: Sequence[Any]) -> Any:
-    """What the original returns. Caches that were given hold the new keys and values."""
-    (output, states), made = unpack_all(pytree.unflatten(results, spec))
-    if not made:
-        return output
-    for cache, state in zip(caches, states, strict=True):
-        cache.__dict__.update(state.__dict__)
-    return pytree.map_some(
-        lambda v: isinstance(v, Given), lambda given: caches[given.number], output
-    )
 
 
 def _resized(leaf: Any, where: LocalOutput | None) -> Any:
