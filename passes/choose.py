@@ -33,12 +33,12 @@ from autotp.axes import (
 from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
-from autotp.rules import creation, rule_for
+from autotp.rules import ENTERED, rule_for
 from autotp.unify import Bar
 from passes.infer import Inferred
 from passes.match import GemmPair
 
-_PREFIX = {"attention": "heads", "mlp": "ffn", "vocabulary": "vocab"}
+_PREFIX = {"attention": "heads", "mlp": "ffn", "vocabulary": "vocab", "input": "in"}
 
 
 def choose(
@@ -67,7 +67,7 @@ def choose(
     weight = {pair.axis: _bytes(program, values[pair.axis]) for pair in pairs}
     shares: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
-    for pair in sorted(pairs, key=lambda p: (not _is_split_in(layout, p), -weight[p.axis])):
+    for pair in sorted(pairs, key=lambda p: _order(layout, p, weight)):
         reason = _refusal(pair, tp, shares, values)
         if pair.axis in split_rows:
             reason = "rows are looked up by position, and it is only a part of the position"
@@ -93,6 +93,11 @@ def choose(
         used = {str(n.target) for n in program.graph.nodes if n.op == "get_attr"}
         plan = _hold(plan, layout, used)
     return plan
+
+
+def _order(layout: Plan | None, pair: GemmPair, weight: Mapping[str, int]) -> tuple[Any, ...]:
+    """What an earlier capture split comes first, inputs in parts last, large ones first."""
+    return not _is_split_in(layout, pair), pair.kind == "input", -weight[pair.axis]
 
 
 def _is_split_in(layout: Plan | None, pair: GemmPair) -> bool:
@@ -125,7 +130,7 @@ def _refusal(
 def _at_border(node: Node) -> bool:
     """Whether the rank takes or gives its own part of a whole value here."""
     leaves_module = any(user.op == "output" for user in node.users)
-    return node.op == "placeholder" or leaves_module or rule_for(node) is creation.count
+    return node.op == "placeholder" or leaves_module or rule_for(node) in ENTERED
 
 
 def _overlap_count(dim: Dim, shares: Shares) -> int:

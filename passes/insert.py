@@ -30,7 +30,7 @@ from autotp.caches import paths_in
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
-from autotp.rules import creation, pointwise, reduction, rule_for, view
+from autotp.rules import ENTERED, border, creation, pointwise, reduction, rule_for, view
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
     copy_to_region,
@@ -60,7 +60,9 @@ def insert(
         f"inserted {rewriter.forward} g, {rewriter.copies} f, {rewriter.gathers} gathers "
         f"for tp={plan.tp}"
     )
-    counts = Collectives(rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss)
+    counts = Collectives(
+        rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss, rewriter.parts
+    )
     result = replace(
         program,
         graph=rewriter.graph,
@@ -76,7 +78,7 @@ class _Insert:
         self.graph = Graph()
         self.outputs: dict[int, LocalOutput] = {}
         self.inputs: dict[str, LocalOutput] = {}
-        self.forward = self.backward = self.copies = self.gathers = self.loss = 0
+        self.forward = self.backward = self.copies = self.gathers = self.loss = self.parts = 0
         self._tensors, self._plan, self._shares = program.tensors, plan, plan.shares
         self._dims = {node: _renamed(value, plan) for node, value in inferred.dims.items()}
         self._may, self._does = _needs_grad(program, any_parameter=True), _needs_grad(program)
@@ -112,7 +114,7 @@ class _Insert:
 
     def _is_inside(self, node: Node) -> bool:
         """Whether an operator computes something else on each rank."""
-        if node.op != "call_function" or rule_for(node) is creation.count:
+        if node.op != "call_function" or rule_for(node) in ENTERED:
             return False
         return any(_sharded(self._dims[n], self._shares) for n in (node, *node.all_input_nodes))
 
@@ -163,8 +165,20 @@ class _Insert:
                 assert isinstance(given, (list, tuple))
                 leaves = [self._leave(leaf, index) for index, leaf in enumerate(given)]
                 self.graph.output(tuple(leaves))
+            case _ if rule_for(node) is border.part:
+                self._part(node)
             case _:
                 self._call(node)
+
+    def _part(self, node: Node) -> None:
+        """Each rank takes its features of a value that is whole, if this call splits them."""
+        source = node.args[0]
+        assert isinstance(source, Node)
+        self._new[node] = self._new[source]
+        at = len(self._dims[node]) - 1
+        if is_sharded(self._dims[node][at], self._shares):
+            self._new[node] = self._scatter(node, self._new[source])
+            self.parts += self._does[source]
 
     def _call(self, node: Node) -> None:
         inside = node in self._inside or node in self._copied

@@ -12,11 +12,20 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from autotp.rules import convolution, creation, embedding, matmul, pointwise, reduction, view
+from autotp.rules import (
+    border,
+    convolution,
+    creation,
+    embedding,
+    matmul,
+    pointwise,
+    reduction,
+    view,
+)
 from autotp.rules.context import Context, Dims, Use, Value
 from autotp.rules.notation import name
 
-__all__ = ["RULES", "Context", "Dims", "Rule", "Use", "Value", "name", "rule_for"]
+__all__ = ["ENTERED", "RULES", "Context", "Dims", "Rule", "Use", "Value", "name", "rule_for"]
 
 Rule = Callable[[Context, Node], Value]
 
@@ -82,9 +91,15 @@ RULES: dict[str, Rule] = _table(
 )
 
 
+# Rules of values that every rank has whole, and takes its own part of where they are split.
+ENTERED = (creation.count, border.part)
+
+
 def rule_for(node: Node) -> Rule | None:
     """The rule of a node's operator; None where there is none."""
     target = node.target
+    if target is border.parted:
+        return border.part
     if not isinstance(target, torch._ops.OpOverload):
         return None
     found = RULES.get(name(node))
