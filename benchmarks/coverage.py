@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from coverage_table import table
-from small_models import example_call, small_model, types
+from small_models import configuration_of, example_call, small_model, types
 from torch import nn
-from torch.fx import Node
+from work import split_share
 
 import autotp
 from autotp.errors import CaptureError, CheckError
@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def measure(kind: str) -> dict[str, Any]:
     """The record of one type: how far it came, and what came out."""
     record: dict[str, Any] = {"type": kind, "stage": "configuration"}
+    record["tp_plan"] = bool(getattr(configuration_of(kind), "base_model_tp_plan", None))
     try:
         model = small_model(kind).eval()
         record["class"] = type(model).__name__
@@ -104,8 +105,9 @@ def _verified(
 
 def _split(plan: Plan) -> dict[str, Any]:
     """The shares of parameters that lie in parts, and the reasons for the others."""
-    inferred = infer(plan.stages[0][1])
-    gemms = {_parameter(use.operand) for use in inferred.uses if use.kind == "gemm"} - {None}
+    program = plan.stages[0][1]
+    inferred = infer(program)
+    gemms = {program.parameter(u.operand) for u in inferred.uses if u.kind == "gemm"} - {None}
     sizes = {t.name: torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter"}
     split = {name for name in sizes if plan.is_sharded(name)}
     used = {k.name for k in plan.kept if k.reason == "the captured call does not use it"}
@@ -123,6 +125,7 @@ def _split(plan: Plan) -> dict[str, Any]:
         if k.name not in used and len(plan.by_name[k.name].shape) > 1
     ]
     return {
+        "work": split_share(plan),
         "gemm_share": _share(split & gemms, {n: s for n, s in sizes.items() if n in gemms}),
         "share": _share(split & set(whole), whole),
         "axes": [[a.name, a.kind, a.units] for a in plan.axes],
@@ -134,14 +137,6 @@ def _split(plan: Plan) -> dict[str, Any]:
 def _share(names: set[str], sizes: dict[str, int]) -> float:
     total = sum(sizes.values())
     return round(sum(sizes[name] for name in names) / total, 4) if total else 0.0
-
-
-def _parameter(node: Node | None) -> str | None:
-    """The parameter that an operand of a product is a view of."""
-    while node is not None and node.op == "call_function":
-        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        node = sources[0] if len(sources) == 1 else None
-    return str(node.target) if node is not None and node.op == "get_attr" else None
 
 
 def _child(kind: str, results: Connection) -> None:
@@ -182,7 +177,7 @@ def line(record: dict[str, Any]) -> str:
     for tp in RANKS:
         if found := record.get(f"tp{tp}"):
             word = "ok" if found["ok"] else "WRONG"
-            parts.append(f"tp={tp} {word} {found['worst']:.0e} gemm {found['gemm_share']:.0%}")
+            parts.append(f"tp={tp} {word} {found['worst']:.0e} work {found['work']:.1%}")
     parts.append(record.get("error", "").replace("\n", " | ")[:220])
     return "  ".join(parts)
 
