@@ -47,6 +47,7 @@ RULES: dict[str, Rule] = _table(
         embedding.index: "index",
         embedding.index_copy: "index_copy index_copy_ index_add index_add_",
         embedding.index_put: "index_put index_put_",
+        embedding.scatter: "scatter scatter_ scatter_add scatter_add_",
         embedding.index_select: "index_select",
         matmul.addmm: "addmm",
         matmul.baddbmm: "baddbmm",
@@ -66,6 +67,8 @@ RULES: dict[str, Rule] = _table(
         reduction.attention: "scaled_dot_product_attention",
         reduction.cross_entropy: "cross_entropy_loss",
         reduction.mean: "mean",
+        reduction.differences: "diff",
+        reduction.histogram: "histc bincount",
         reduction.last: "layer_norm rms_norm",
         reduction.reduce: """all amax amin any argmax argmin argsort linalg_vector_norm logsumexp
             max median min norm prod sort std topk var""",
