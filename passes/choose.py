@@ -33,7 +33,6 @@ from autotp.axes import (
 from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
-from autotp.rules import ENTERED, rule_for
 from autotp.unify import Bar
 from passes.infer import Inferred
 from passes.match import GemmPair
@@ -68,7 +67,7 @@ def choose(
     shares: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
     for pair in sorted(pairs, key=lambda p: _order(layout, p, weight)):
-        reason = _refusal(pair, tp, shares, values)
+        reason = _refusal(pair, tp, shares, values, inferred.entered)
         if pair.axis in split_rows:
             reason = "rows are looked up by position, and it is only a part of the position"
         if reason:
@@ -110,7 +109,11 @@ def _is_split_in(layout: Plan | None, pair: GemmPair) -> bool:
 
 
 def _refusal(
-    pair: GemmPair, tp: int, shares: Shares, values: dict[str, list[tuple[Node, tuple[Dim, ...]]]]
+    pair: GemmPair,
+    tp: int,
+    shares: Shares,
+    values: dict[str, list[tuple[Node, tuple[Dim, ...]]]],
+    entered: frozenset[Node],
 ) -> str | None:
     if pair.bar:
         return pair.bar.reason
@@ -120,17 +123,19 @@ def _refusal(
         return f"it has {pair.units} units, fewer than tp={tp}"
     tried = {**shares, pair.axis: ()}
     for node, dims in values[pair.axis]:
-        if _at_border(node) and any(size(d) is None and is_sharded(d, tried) for d in dims):
+        if _at_border(node, entered) and any(
+            size(d) is None and is_sharded(d, tried) for d in dims
+        ):
             return "it enters or leaves the module inside a dim of dynamic size"
         if sum(_overlap_count(dim, tried) for dim in dims) > 1:
             return "the tensor is split by another axis already"
     return None
 
 
-def _at_border(node: Node) -> bool:
+def _at_border(node: Node, entered: frozenset[Node]) -> bool:
     """Whether the rank takes or gives its own part of a whole value here."""
     leaves_module = any(user.op == "output" for user in node.users)
-    return node.op == "placeholder" or leaves_module or rule_for(node) in ENTERED
+    return node.op == "placeholder" or leaves_module or node in entered
 
 
 def _overlap_count(dim: Dim, shares: Shares) -> int:
