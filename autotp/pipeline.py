@@ -24,6 +24,7 @@ from passes.insert import insert
 from passes.localize import localize
 from passes.match import match
 from passes.normalize import normalize
+from passes.part import part
 
 
 def make_plan(
@@ -41,7 +42,14 @@ def make_plan(
     program = normalize(capture(skeleton, args, kwargs, entry))
     inferred = infer(program)
     pairs = match(program, inferred)
-    plan = choose(program, inferred, pairs, tp=tp, model=type(skeleton).__name__, layout=layout)
+    name = type(skeleton).__name__
+    plan = choose(program, inferred, pairs, tp=tp, model=name, layout=layout)
+    parted = part(program, inferred, plan, layout)
+    if parted is not program:
+        program = parted
+        inferred = infer(program)
+        pairs = match(program, inferred)
+        plan = choose(program, inferred, pairs, tp=tp, model=name, layout=layout)
     sharded, counts = insert(program, inferred, plan, logits=logits)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 

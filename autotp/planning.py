@@ -31,7 +31,7 @@ class ShardedAxis:
     """One logical axis that is split, and the GEMM pair that it makes."""
 
     name: str
-    kind: str  # attention, mlp or vocabulary
+    kind: str  # attention, mlp, vocabulary or input
     units: int
     bounds: Bounds
     columns: tuple[str, ...]
@@ -71,12 +71,14 @@ class Kept:
 @dataclass(frozen=True)
 class Collectives:
     """Collectives of one call: all-reduces of activations, gathers of values that leave the module
-    and of held parameters, and all-reduces of a loss on split logits (a few numbers a token)."""
+    and of held parameters, all-reduces of a loss on split logits (a few numbers a token), and, in
+    the backward pass, gathers of gradients of inputs that are taken in parts."""
 
     forward: int = 0
     backward: int = 0
     gathers: int = 0
     loss: int = 0
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,7 @@ def _text(plan: Plan) -> list[str]:
     lines.append(
         f"all-reduces per call: {counts.forward} forward (g), "
         f"{counts.backward} backward (f){gathers}"
+        + (f"; {counts.parts} gathers backward of inputs in parts" if counts.parts else "")
     )
     sizes = [plan.parameters(rank) for rank in range(plan.tp)]
     total = sum(torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from autotp.runtime.outputs import LocalOutput
 
@@ -72,3 +72,13 @@ class Program:
     outputs: Mapping[int, LocalOutput] = field(default_factory=dict)  # results that stay split
     inputs: Mapping[str, LocalOutput] = field(default_factory=dict)  # inputs that come split
     provenance: tuple[str, ...] = ()
+
+    def parameter(self, node: Node | None) -> str | None:
+        """The parameter that a value is a view of, if it is."""
+        while node is not None and node.op == "call_function":
+            sources = [n for n in node.all_input_nodes if "val" in n.meta]
+            node = sources[0] if len(sources) == 1 else None
+        if node is None or node.op != "get_attr":
+            return None
+        name = str(node.target)
+        return name if self.tensors[name].kind == "parameter" else None

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from coverage_table import table
-from small_models import example_call, small_model, types
+from small_models import configuration_of, example_call, small_model, types
 from torch import nn
-from torch.fx import Node
+from work import split_share
 
 import autotp
+from autotp import pipeline
 from autotp.errors import CaptureError, CheckError
 from autotp.planning import Plan
 from passes.infer import infer
@@ -38,9 +39,22 @@ RANKS = (2, 3)
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def _captured_once(capture: Any) -> Any:
+    """A process measures one call of one model: it is captured once for all numbers of ranks."""
+    found: list[Any] = []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.append(capture(*args, **kwargs))
+        return found[0]
+
+    return once
+
+
 def measure(kind: str) -> dict[str, Any]:
     """The record of one type: how far it came, and what came out."""
     record: dict[str, Any] = {"type": kind, "stage": "configuration"}
+    record["tp_plan"] = bool(getattr(configuration_of(kind), "base_model_tp_plan", None))
     try:
         model = small_model(kind).eval()
         record["class"] = type(model).__name__
@@ -104,8 +118,9 @@ def _verified(
 
 def _split(plan: Plan) -> dict[str, Any]:
     """The shares of parameters that lie in parts, and the reasons for the others."""
-    inferred = infer(plan.stages[0][1])
-    gemms = {_parameter(use.operand) for use in inferred.uses if use.kind == "gemm"} - {None}
+    program = plan.stages[0][1]
+    inferred = infer(program)
+    gemms = {program.parameter(u.operand) for u in inferred.uses if u.kind == "gemm"} - {None}
     sizes = {t.name: torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter"}
     split = {name for name in sizes if plan.is_sharded(name)}
     used = {k.name for k in plan.kept if k.reason == "the captured call does not use it"}
@@ -123,6 +138,7 @@ def _split(plan: Plan) -> dict[str, Any]:
         if k.name not in used and len(plan.by_name[k.name].shape) > 1
     ]
     return {
+        "work": split_share(plan),
         "gemm_share": _share(split & gemms, {n: s for n, s in sizes.items() if n in gemms}),
         "share": _share(split & set(whole), whole),
         "axes": [[a.name, a.kind, a.units] for a in plan.axes],
@@ -136,17 +152,10 @@ def _share(names: set[str], sizes: dict[str, int]) -> float:
     return round(sum(sizes[name] for name in names) / total, 4) if total else 0.0
 
 
-def _parameter(node: Node | None) -> str | None:
-    """The parameter that an operand of a product is a view of."""
-    while node is not None and node.op == "call_function":
-        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        node = sources[0] if len(sources) == 1 else None
-    return str(node.target) if node is not None and node.op == "get_attr" else None
-
-
 def _child(kind: str, results: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    pipeline.capture = _captured_once(pipeline.capture)
     results.send(measure(kind))
 
 
@@ -182,7 +191,7 @@ def line(record: dict[str, Any]) -> str:
     for tp in RANKS:
         if found := record.get(f"tp{tp}"):
             word = "ok" if found["ok"] else "WRONG"
-            parts.append(f"tp={tp} {word} {found['worst']:.0e} gemm {found['gemm_share']:.0%}")
+            parts.append(f"tp={tp} {word} {found['worst']:.0e} work {found['work']:.1%}")
     parts.append(record.get("error", "").replace("\n", " | ")[:220])
     return "  ".join(parts)
 
@@ -192,7 +201,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--limit", type=int, help="at most so many types")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=90.0, help="time limit of one model")
+    parser.add_argument("--seconds", type=float, default=240.0, help="time limit of one model")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "coverage.jsonl")
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
     given = parser.parse_args()

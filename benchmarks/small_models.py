@@ -112,6 +112,11 @@ def types() -> list[str]:
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OTHERS]
 
 
+def configuration_of(kind: str) -> Any:
+    """The configuration class of a type."""
+    return CONFIG_MAPPING[OTHERS[kind][0] if kind in OTHERS else kind]
+
+
 def small_model(kind: str) -> nn.Module:
     """A float32 model of a type, with random weights in which faults show."""
     config_type, name = OTHERS.get(kind) or (kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])

@@ -33,12 +33,11 @@ from autotp.axes import (
 from autotp.placement import locate
 from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
 from autotp.program import Program
-from autotp.rules import creation, rule_for
 from autotp.unify import Bar
 from passes.infer import Inferred
 from passes.match import GemmPair
 
-_PREFIX = {"attention": "heads", "mlp": "ffn", "vocabulary": "vocab"}
+_PREFIX = {"attention": "heads", "mlp": "ffn", "vocabulary": "vocab", "input": "in"}
 
 
 def choose(
@@ -67,8 +66,8 @@ def choose(
     weight = {pair.axis: _bytes(program, values[pair.axis]) for pair in pairs}
     shares: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
-    for pair in sorted(pairs, key=lambda p: (not _is_split_in(layout, p), -weight[p.axis])):
-        reason = _refusal(pair, tp, shares, values)
+    for pair in sorted(pairs, key=lambda p: _order(layout, p, weight)):
+        reason = _refusal(pair, tp, shares, values, inferred.entered)
         if pair.axis in split_rows:
             reason = "rows are looked up by position, and it is only a part of the position"
         if reason:
@@ -95,6 +94,11 @@ def choose(
     return plan
 
 
+def _order(layout: Plan | None, pair: GemmPair, weight: Mapping[str, int]) -> tuple[Any, ...]:
+    """What an earlier capture split comes first, inputs in parts last, large ones first."""
+    return not _is_split_in(layout, pair), pair.kind == "input", -weight[pair.axis]
+
+
 def _is_split_in(layout: Plan | None, pair: GemmPair) -> bool:
     """Whether an earlier capture split this pair, as far as columns or rows tell."""
     return layout is not None and any(
@@ -105,7 +109,11 @@ def _is_split_in(layout: Plan | None, pair: GemmPair) -> bool:
 
 
 def _refusal(
-    pair: GemmPair, tp: int, shares: Shares, values: dict[str, list[tuple[Node, tuple[Dim, ...]]]]
+    pair: GemmPair,
+    tp: int,
+    shares: Shares,
+    values: dict[str, list[tuple[Node, tuple[Dim, ...]]]],
+    entered: frozenset[Node],
 ) -> str | None:
     if pair.bar:
         return pair.bar.reason
@@ -115,17 +123,19 @@ def _refusal(
         return f"it has {pair.units} units, fewer than tp={tp}"
     tried = {**shares, pair.axis: ()}
     for node, dims in values[pair.axis]:
-        if _at_border(node) and any(size(d) is None and is_sharded(d, tried) for d in dims):
+        if _at_border(node, entered) and any(
+            size(d) is None and is_sharded(d, tried) for d in dims
+        ):
             return "it enters or leaves the module inside a dim of dynamic size"
         if sum(_overlap_count(dim, tried) for dim in dims) > 1:
             return "the tensor is split by another axis already"
     return None
 
 
-def _at_border(node: Node) -> bool:
+def _at_border(node: Node, entered: frozenset[Node]) -> bool:
     """Whether the rank takes or gives its own part of a whole value here."""
     leaves_module = any(user.op == "output" for user in node.users)
-    return node.op == "placeholder" or leaves_module or rule_for(node) is creation.count
+    return node.op == "placeholder" or leaves_module or node in entered
 
 
 def _overlap_count(dim: Dim, shares: Shares) -> int:

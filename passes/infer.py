@@ -21,7 +21,7 @@ from torch.fx import Node
 from autotp import sizes
 from autotp.axes import Axis, Dim, Product, Sum
 from autotp.program import Program
-from autotp.rules import Context, Use, Value, name, rule_for
+from autotp.rules import ENTERED, Context, Use, Value, creation, name, rule_for
 from autotp.runtime.regions import SIDE_EFFECTS
 from autotp.unify import Bar, Factors
 
@@ -35,14 +35,17 @@ class Inferred:
     use_dims: tuple[Dim, ...]  # the dims that the uses speak of, in the same order
     bars: dict[str, Bar]
     no_rule: dict[str, int]  # operators without a rule that were met, with counts
+    entered: frozenset[Node]  # values that every rank has whole, and takes its part of if split
 
 
 def infer(program: Program) -> Inferred:
     """Name every dim of a program."""
-    ctx, no_rule = Context(), Counter[str]()
+    ctx, no_rule, counted = Context(), Counter[str](), _counted(program)
     for node in program.graph.nodes:
         ctx.table.node = node.name
-        ctx.values[node] = _visit(ctx, node, no_rule)
+        fresh = node in counted
+        made = ctx.fresh(sizes.shape_of(node.meta["val"])) if fresh else None
+        ctx.values[node] = made or _visit(ctx, node, no_rule)
     names: dict[int, str] = {}
     bars = {f"a{axis}": bar for axis, bar in ctx.table.bars().items()}
     trees = {node: _trees(ctx, value, names) for node, value in ctx.values.items()}
@@ -50,7 +53,50 @@ def infer(program: Program) -> Inferred:
         for axis in _repeated(dims):
             bars.setdefault(axis, Bar("it is in two dims of one tensor", node.name))
     used = tuple(ctx.table.tree(use.dims, names) for use in ctx.uses)
-    return Inferred(trees, tuple(ctx.uses), used, bars, dict(no_rule))
+    entered = counted | {node for node in program.graph.nodes if rule_for(node) in ENTERED}
+    return Inferred(trees, tuple(ctx.uses), used, bars, dict(no_rule), frozenset(entered))
+
+
+def _counted(program: Program) -> set[Node]:
+    """Values made by counting and from numbers alone, of fixed sizes: slopes of heads. They are
+    small and need no rule to be split: every rank computes them whole."""
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        operands = [n for n in node.all_input_nodes if n.target is not getattr]  # a device
+        if rule_for(node) is creation.count:
+            known = not operands
+        else:
+            known = any(n in found for n in operands) and all(
+                n in found or _is_number(program, n) for n in operands
+            )
+        if known and _is_fixed(node):
+            found.add(node)
+    written = {
+        source
+        for node in program.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for source in node.all_input_nodes
+    }
+    # a value that is written into later, perhaps through a view, is not computed twice
+    return found if not found & written else set()
+
+
+def _is_number(program: Program, node: Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        return False
+    if node.op == "get_attr":
+        return program.tensors[str(node.target)].kind == "constant"
+    return rule_for(node) is creation.create
+
+
+def _is_fixed(node: Node) -> bool:
+    value, target = node.meta.get("val"), node.target
+    if not isinstance(value, torch.Tensor) or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return not any(symbols for _, symbols in sizes.shape_of(value))
 
 
 def _visit(ctx: Context, node: Node, no_rule: Counter[str]) -> Value:

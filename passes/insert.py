@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autotp.axes import Dim, Ranges, Shares, is_sharded, leaves, ranges, substitute
+from autotp.axes import Axis, Dim, Ranges, Shares, is_sharded, leaves, ranges, substitute
 from autotp.caches import paths_in
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
-from autotp.rules import creation, pointwise, reduction, rule_for, view
+from autotp.rules import border, pointwise, reduction, rule_for, view
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
     copy_to_region,
@@ -60,7 +60,9 @@ def insert(
         f"inserted {rewriter.forward} g, {rewriter.copies} f, {rewriter.gathers} gathers "
         f"for tp={plan.tp}"
     )
-    counts = Collectives(rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss)
+    counts = Collectives(
+        rewriter.forward, rewriter.backward, rewriter.gathers, rewriter.loss, rewriter.parts
+    )
     result = replace(
         program,
         graph=rewriter.graph,
@@ -76,7 +78,7 @@ class _Insert:
         self.graph = Graph()
         self.outputs: dict[int, LocalOutput] = {}
         self.inputs: dict[str, LocalOutput] = {}
-        self.forward = self.backward = self.copies = self.gathers = self.loss = 0
+        self.forward = self.backward = self.copies = self.gathers = self.loss = self.parts = 0
         self._tensors, self._plan, self._shares = program.tensors, plan, plan.shares
         self._dims = {node: _renamed(value, plan) for node, value in inferred.dims.items()}
         self._may, self._does = _needs_grad(program, any_parameter=True), _needs_grad(program)
@@ -98,7 +100,8 @@ class _Insert:
         self._caches = {index for index, _ in paths_in(program.signature.out_spec)}
         given = paths_in(program.signature.in_spec)
         self._given_caches = {program.signature.inputs[index] for index, _ in given}
-        nodes = list(program.graph.nodes)
+        nodes, self._entered = list(program.graph.nodes), inferred.entered
+        self._whole: dict[Node, Node] = {}  # of entered values that are split, the whole ones
         self._inside = {node for node in nodes if self._is_inside(node)}
         self._entries, self._copied = self._where_f_goes(nodes)
         self._new: dict[Node, Node] = {}
@@ -112,7 +115,7 @@ class _Insert:
 
     def _is_inside(self, node: Node) -> bool:
         """Whether an operator computes something else on each rank."""
-        if node.op != "call_function" or rule_for(node) is creation.count:
+        if node.op != "call_function" or node in self._entered:
             return False
         return any(_sharded(self._dims[n], self._shares) for n in (node, *node.all_input_nodes))
 
@@ -163,8 +166,20 @@ class _Insert:
                 assert isinstance(given, (list, tuple))
                 leaves = [self._leave(leaf, index) for index, leaf in enumerate(given)]
                 self.graph.output(tuple(leaves))
+            case _ if rule_for(node) is border.part:
+                self._part(node)
             case _:
                 self._call(node)
+
+    def _part(self, node: Node) -> None:
+        """Each rank takes its features of a value that is whole, if this call splits them."""
+        source = node.args[0]
+        assert isinstance(source, Node)
+        self._new[node] = self._new[source]
+        at = len(self._dims[node]) - 1
+        if is_sharded(self._dims[node][at], self._shares):
+            self._new[node] = self._scatter(node, self._new[source])
+            self.parts += self._does[source]
 
     def _call(self, node: Node) -> None:
         inside = node in self._inside or node in self._copied
@@ -173,6 +188,8 @@ class _Insert:
 
         def operand(source: Node) -> Node:
             through = inside and source in self._entries and source is not bias
+            if node in self._entered:
+                return self._whole.get(source, self._new[source])
             return self._through_f(source) if through else self._new[source]
 
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), operand)
@@ -195,9 +212,10 @@ class _Insert:
         self._finish(node, made)
         if node in self._copied:
             made.meta["placement"] = "R"
-        if rule_for(node) is creation.count and _sharded(self._dims[node], self._shares):
-            made.meta["placement"] = "I"
-            self._new[node] = self._scatter(node, made)
+        if node in self._entered and _sharded(self._dims[node], self._shares):
+            whole = tuple(Axis(str(size), size) for size in node.meta["val"].shape)
+            made.meta.update(dims=whole, placement="I")
+            self._whole[node], self._new[node] = made, self._scatter(node, made)
 
     def _first(self, function: Any) -> Node:
         anchor = next(iter(self.graph.nodes))

@@ -16,8 +16,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from autotp.axes import leaves
 from autotp.program import Program
 from autotp.rules import Use, name
@@ -31,7 +29,7 @@ class GemmPair:
 
     axis: str
     units: int
-    kind: str  # attention, mlp, vocabulary, or value (the head size of values alone)
+    kind: str  # attention, mlp, vocabulary, input, or value (the head size of values alone)
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     bar: Bar | None
@@ -39,11 +37,12 @@ class GemmPair:
 
 def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
     """All axes that are column-parallel somewhere and row-parallel somewhere, in graph order."""
-    gemms = {u.node: _parameter(program, u.operand) for u in inferred.uses if u.kind == "gemm"}
+    gemms = {u.node: program.parameter(u.operand) for u in inferred.uses if u.kind == "gemm"}
     columns: dict[str, dict[str, None]] = defaultdict(dict)
     rows: dict[str, dict[str, None]] = defaultdict(dict)
     roles: dict[str, set[str]] = defaultdict(set)
     tables: dict[str, dict[str, None]] = defaultdict(dict)
+    parts: set[str] = set()  # axes along which a whole input is taken in parts
     units: dict[str, int] = {}
     for use, dim in zip(inferred.uses, inferred.use_dims, strict=True):
         weight = gemms.get(use.node) if use.kind in ("gemm", "contract") else None
@@ -55,15 +54,20 @@ def match(program: Program, inferred: Inferred) -> tuple[GemmPair, ...]:
                     columns[axis.name][weight] = None
                 elif use.kind == "contract" and weight:
                     rows[axis.name][weight] = None
-                elif use.kind == "lookup" and (table := _parameter(program, use.operand)):
+                elif use.kind == "part":
+                    parts.add(axis.name)
+                elif use.kind == "lookup" and (table := program.parameter(use.operand)):
                     tables[axis.name][table] = None
     norms = _norms(inferred)
     vocabulary = _vocabulary(units, columns, rows, tables)
     pairs = []
     for axis_name, count in units.items():
         kind = "vocabulary" if axis_name in vocabulary else _kind(roles[axis_name])
+        if axis_name in parts and not columns[axis_name]:
+            kind = "input"
         readers = tables[axis_name] if axis_name in vocabulary else rows[axis_name]
-        if axis_name in vocabulary or (columns[axis_name] and rows[axis_name]):
+        made = columns[axis_name] or kind == "input"
+        if axis_name in vocabulary or (made and rows[axis_name]):
             bar = inferred.bars.get(axis_name)
             if kind != "attention":  # heads are worth an all-reduce for a norm across them
                 bar = bar or norms.get(axis_name)
@@ -103,7 +107,7 @@ def _role(program: Program, use: Use, weight: str | None) -> str:
     if use.kind == "gemm":
         return "column" if weight else "value"
     if use.kind == "attend":
-        return "batch" if _parameter(program, use.operand) else "attend"
+        return "batch" if program.parameter(use.operand) else "attend"
     return use.kind
 
 
@@ -111,14 +115,3 @@ def _kind(roles: set[str]) -> str:
     if "attend" in roles:
         return "attention"
     return "value" if "value" in roles else "mlp"
-
-
-def _parameter(program: Program, node: Node | None) -> str | None:
-    """The parameter that an operand is a view of, if it is."""
-    while node is not None and node.op == "call_function":
-        sources = [n for n in node.all_input_nodes if "val" in n.meta]
-        node = sources[0] if len(sources) == 1 else None
-    if node is None or node.op != "get_attr":
-        return None
-    name = str(node.target)
-    return name if program.tensors[name].kind == "parameter" else None

@@ -68,6 +68,18 @@ def index_copy(call: Call) -> Result:
     return Place(x.dim, layout_in(x))
 
 
+def scatter(call: Call) -> Result:
+    """Items are written along one dim, which is whole; all operands are split alike, and none is
+    smaller along the split dim."""
+    x, operands = call.value("self"), call.all()
+    assert x is not None
+    if position(call.given["dim"], len(x.whole)) == x.dim:
+        raise Refused(f"{call.name} writes to items of a split dim")
+    if any((o.kind, o.dim, o.layout) != (x.kind, x.dim, x.layout) for o in operands):
+        raise Refused(UNLIKE)
+    return Place(x.dim, layout_in(x))
+
+
 def _indexed(call: Call, x: Value) -> Place:
     given = call.given["indices"]
     places = [i for i, item in enumerate(given) if item is not None]

@@ -37,8 +37,11 @@ TABLE = _table(
         lookups.index: "index",
         lookups.index_copy: "index_copy index_copy_ index_add index_add_",
         lookups.index_put: "index_put index_put_",
+        lookups.scatter: "scatter scatter_ scatter_add scatter_add_",
         lookups.index_select: "index_select",
         elementwise.isin: "isin",
+        reductions.differences: "diff",
+        reductions.histogram: "histc bincount",
         reductions.last: "layer_norm rms_norm",
         elementwise.like: """_to_copy alias alpha_dropout bernoulli celu contiguous detach
             detach_ dropout empty_like full_like lift_fresh_copy native_dropout ones_like rand_like

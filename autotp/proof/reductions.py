@@ -41,6 +41,21 @@ def total(call: Call) -> Result:
     return PARTIAL if x.dim in _dims(call, len(x.whole)) else mixed(call)
 
 
+def differences(call: Call) -> Result:
+    """diff: the dim along which it subtracts is whole, all operands are split alike."""
+    x, operands = call.all()[0], call.all()
+    if position(call.given["dim"], len(x.whole)) == x.dim:
+        raise Refused(f"{call.name} subtracts neighbours along a split dim")
+    if any((o.kind, o.dim, o.layout) != (x.kind, x.dim, x.layout) for o in operands):
+        raise Refused(UNLIKE)
+    return Place(x.dim, layout_in(x))
+
+
+def histogram(call: Call) -> Result:
+    """histc, bincount: every item is counted."""
+    raise Refused(f"{call.name} counts all items, and some are on other ranks")
+
+
 def last(call: Call) -> Result:
     """layer_norm, rms_norm: the last dims must be whole."""
     x = call.input()

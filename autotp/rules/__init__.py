@@ -12,11 +12,20 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from autotp.rules import convolution, creation, embedding, matmul, pointwise, reduction, view
+from autotp.rules import (
+    border,
+    convolution,
+    creation,
+    embedding,
+    matmul,
+    pointwise,
+    reduction,
+    view,
+)
 from autotp.rules.context import Context, Dims, Use, Value
 from autotp.rules.notation import name
 
-__all__ = ["RULES", "Context", "Dims", "Rule", "Use", "Value", "name", "rule_for"]
+__all__ = ["ENTERED", "RULES", "Context", "Dims", "Rule", "Use", "Value", "name", "rule_for"]
 
 Rule = Callable[[Context, Node], Value]
 
@@ -38,6 +47,7 @@ RULES: dict[str, Rule] = _table(
         embedding.index: "index",
         embedding.index_copy: "index_copy index_copy_ index_add index_add_",
         embedding.index_put: "index_put index_put_",
+        embedding.scatter: "scatter scatter_ scatter_add scatter_add_",
         embedding.index_select: "index_select",
         matmul.addmm: "addmm",
         matmul.baddbmm: "baddbmm",
@@ -57,6 +67,8 @@ RULES: dict[str, Rule] = _table(
         reduction.attention: "scaled_dot_product_attention",
         reduction.cross_entropy: "cross_entropy_loss",
         reduction.mean: "mean",
+        reduction.differences: "diff",
+        reduction.histogram: "histc bincount",
         reduction.last: "layer_norm rms_norm",
         reduction.reduce: """all amax amin any argmax argmin argsort linalg_vector_norm logsumexp
             max median min norm prod sort std topk var""",
@@ -82,9 +94,15 @@ RULES: dict[str, Rule] = _table(
 )
 
 
+# Rules of values that every rank has whole, and takes its own part of where they are split.
+ENTERED = (creation.count, border.part)
+
+
 def rule_for(node: Node) -> Rule | None:
     """The rule of a node's operator; None where there is none."""
     target = node.target
+    if target is border.parted:
+        return border.part
     if not isinstance(target, torch._ops.OpOverload):
         return None
     found = RULES.get(name(node))

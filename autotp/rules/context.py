@@ -26,6 +26,7 @@ class Use:
     `gemm`: the columns of a matrix product, which come from `operand` (a weight or an activation).
     `attend`: a batch dim of an attention, or of a product with `operand`.
     `norm`: the sum is one of few numbers for each token, and needs an all-reduce of its own.
+    `part`: an axis that begins where a whole value is taken in parts.
     `lookup`: rows of a table that are looked up by index. `classes`: the classes of a loss.
     """
 

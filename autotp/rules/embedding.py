@@ -70,6 +70,21 @@ def index_select(ctx: Context, node: Node) -> Dims:
     return (*dims[:at], *chosen, *dims[at + 1 :])
 
 
+def scatter(ctx: Context, node: Node) -> Dims:
+    """Items are written along one dim, by position: that dim needs all its items; other dims are
+    the same where nothing is left out."""
+    dims = ctx.dims(node.args[0])
+    at = position(argument(node, 1, "dim"), len(dims))
+    reason = f"{name(node)} writes by position"
+    for operand in filter(None, map(ctx.dims, node.all_input_nodes[1:])):
+        for i, (a, b) in enumerate(zip(dims, operand, strict=True)):
+            if i == at or ctx.table.size(a) != ctx.table.size(b):
+                ctx.bar([a, b], reason)
+            else:
+                ctx.table.unify(a, b)
+    return dims
+
+
 def gather(ctx: Context, node: Node) -> Dims:
     """gather along a dim: that dim needs all its items; index dims of equal size are the same."""
     source, chosen = ctx.dims(node.args[0]), ctx.dims(node.args[2])

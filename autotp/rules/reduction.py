@@ -29,6 +29,26 @@ def last(ctx: Context, node: Node) -> Dims:
     return dims
 
 
+def differences(ctx: Context, node: Node) -> Dims:
+    """diff: neighbours along one dim are subtracted, also from what is put before and behind."""
+    operands = [dims for dims in map(ctx.dims, node.all_input_nodes) if dims]
+    at = position(argument(node, 2, "dim", -1), len(operands[0]))
+    reason = f"{name(node)} subtracts neighbours along it"
+    ctx.bar([dims[at] for dims in operands], reason)
+    for dims in operands[1:]:
+        ctx.same(operands[0][:at] + operands[0][at + 1 :], dims[:at] + dims[at + 1 :])
+    made = ctx.barred([shape(node)[at]], reason)
+    return (*operands[0][:at], *made, *operands[0][at + 1 :])
+
+
+def histogram(ctx: Context, node: Node) -> Dims:
+    """histc, bincount: every item is counted."""
+    reason = f"{name(node)} counts all items"
+    for operand in node.all_input_nodes:
+        ctx.bar(ctx.dims(operand), reason)
+    return ctx.barred(shape(node), reason)
+
+
 def triangle(ctx: Context, node: Node) -> Dims:
     """triu and tril: positions of the last two dims are compared."""
     dims = ctx.dims(node.args[0])

@@ -115,7 +115,48 @@ CASES: dict[str, list[Call]] = {
             *(aten.index_copy.default, x(s[0], s[1], s[2]), 1),
             *(torch.arange(s[1]).flip(0), x(s[0], s[1], s[2])),
         ),
-        lambda s: (*(aten.index_add.default, x(s[0], s[1]), -1, ints(s[1], s[2]), x(s[0], s[2])),),
+    ],
+    "index_copy_": [
+        lambda s: (
+            *(aten.index_copy_.default, x(s[0], s[1]), 0),
+            *(torch.arange(s[0]).flip(0), x(s[0], s[1])),
+        )
+    ],
+    "index_add": [
+        lambda s: (aten.index_add.default, x(s[0], s[1]), -1, ints(s[1], s[2]), x(s[0], s[2]))
+    ],
+    "index_add_": [
+        lambda s: (aten.index_add_.default, x(s[0], s[1]), 0, ints(s[0], s[2]), x(s[2], s[1]))
+    ],
+    "index_put_": [
+        lambda s: (
+            *(aten.index_put_.default, x(s[0], s[1], s[2])),
+            *([None, torch.arange(s[1])], x(s[1], s[2])),
+        )
+    ],
+    "scatter": [
+        lambda s: (aten.scatter.value, x(s[0], s[1]), 1, ints(s[1], s[0], s[2]), 2.0),
+        lambda s: (
+            *(aten.scatter.src, x(s[0], s[1] + 1, s[2]), 1),
+            *(torch.arange(s[1]).view(1, -1, 1).expand(s[0], s[1], s[2]), x(s[0], s[1], s[2])),
+        ),
+        lambda s: (
+            *(aten.scatter.src, x(s[0] + 1, s[1]), -1),
+            *(torch.arange(s[1]).expand(s[0], s[1]), x(s[0], s[1])),
+        ),
+    ],
+    "scatter_": [lambda s: (aten.scatter_.value, x(s[0], s[1]), 0, ints(s[0], s[2], s[1]), 2.0)],
+    "scatter_add": [
+        lambda s: (
+            *(aten.scatter_add.default, x(s[0], s[1]), 1),
+            *(ints(s[1], s[0], s[2]), x(s[0], s[2])),
+        )
+    ],
+    "scatter_add_": [
+        lambda s: (
+            *(aten.scatter_add_.default, x(s[0], s[1]), 0),
+            *(ints(s[0], s[2], s[1]), x(s[2], s[1])),
+        )
     ],
     "index_select": [lambda s: (aten.index_select.default, x(s[0], s[1]), 1, ints(s[1], s[2]))],
     "embedding": [lambda s: (aten.embedding.default, x(s[0], s[1]), ints(s[0], s[2], s[3]))],
@@ -259,6 +300,12 @@ CASES: dict[str, list[Call]] = {
         lambda s: (aten.topk.default, x(s[0], s[1] + 1), 1),
         lambda s: (aten.topk.default, x(s[0], s[1] + 1), s[1] + 1),
     ],
+    "diff": [
+        unary(aten.diff.default, 1, 1),
+        lambda s: (aten.diff.default, x(s[0], s[1]), 1, 0, x(1, s[1]), x(s[2], s[1])),
+    ],
+    "histc": [unary(aten.histc.default, 5)],
+    "bincount": [lambda s: (aten.bincount.default, ints(s[0], s[1]))],
     "tril": [unary(aten.tril.default)],
     "triu": [unary(aten.triu.default, 1)],
     "cumprod": [unary(aten.cumprod.default, 1)],

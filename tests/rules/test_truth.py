@@ -70,7 +70,7 @@ def test_something_is_sharded_for_every_rule() -> None:
     """A rule that refuses everything would pass the tests above."""
     tried = {op: [prove(made(call, SEVERAL[0])) for call in CASES[op]] for op in CASES}
     idle = {op for op, outcomes in tried.items() if not any(o.sharded for o in outcomes)}
-    assert idle == {"scalar_tensor"}
+    assert idle == {"scalar_tensor", "histc", "bincount"}
 
 
 def test_every_rule_has_a_case() -> None:
