@@ -14,6 +14,7 @@ _HOMES = {
     "AutoTPError": "autotp.errors",
     "CaptureError": "autotp.errors",
     "CheckError": "autotp.errors",
+    "CheckpointError": "autotp.errors",
     "GroupError": "autotp.errors",
     "PlanError": "autotp.errors",
 }
