@@ -17,6 +17,7 @@ from torch.fx import Graph, Node, map_arg
 
 from autotp import pytree
 from autotp.axes import Ranges
+from autotp.checkpoint.whole import Whole
 from autotp.errors import AutoTPError, message
 from autotp.huggingface import face_of
 from autotp.runtime import vocabulary
@@ -34,7 +35,7 @@ from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 
-class Lockstep(nn.Module):
+class Lockstep(Whole):
     """Every rank of a parallelized model, called as the original.
 
     `ranks[r]` is the module that rank r would hold. The result is rank 0's, which is every rank's;
@@ -68,6 +69,16 @@ class Lockstep(nn.Module):
         skeleton = self.ranks[0].skeleton
         assert isinstance(skeleton, nn.Module)
         return face_of(skeleton, self, self.ranks[0]).generate(*args, **kwargs)
+
+    def _tp_members(self) -> Sequence[TensorParallel]:
+        return list(self.ranks)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load the original's state dict on every rank; or this module's own, `ranks.0. ...`."""
+        if any(name.startswith("ranks.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        first, *_ = [rank.load_state_dict(state_dict, strict, assign) for rank in self.ranks]
+        return first
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """The flat results of every rank, and their structure."""
