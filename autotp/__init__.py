@@ -9,6 +9,8 @@ _HOMES = {
     "parallelize": "autotp.api",
     "plan": "autotp.api",
     "verify": "autotp.api",
+    "save": "autotp.checkpoint.training",
+    "load": "autotp.checkpoint.training",
     "Report": "autotp.verification",
     "Plan": "autotp.planning",
     "AutoTPError": "autotp.errors",

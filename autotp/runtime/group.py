@@ -104,6 +104,14 @@ class Group:
         self._calls += 1
         return mix(self.base_seed, self._calls)
 
+    def random_state(self) -> tuple[int, int]:
+        """The stream of seeds and the place in it; the same on every rank."""
+        return self.base_seed, self._calls
+
+    def set_random_state(self, state: tuple[int, int]) -> None:
+        """Go on with a stream from an earlier `random_state()`, on every rank."""
+        self.base_seed, self._calls = state
+
     def agree(self, what: str, value: str, timeout: float = 30.0) -> None:
         """Raise the same GroupError on every rank if not all give this value in `timeout` seconds.
 
