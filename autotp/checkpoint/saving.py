@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from autotp.axes import Ranges
 from autotp.checkpoint.folder import replaced
 from autotp.checkpoint.layout import part_shape, put
 from autotp.checkpoint.names import name_to_save, tied
 from autotp.checkpoint.reading import INDEX
-from autotp.checkpoint.together import receive, send, together
+from autotp.checkpoint.together import Peers, together
 from autotp.checkpoint.writing import in_order, write
 from autotp.errors import CheckpointError, message
 
@@ -69,7 +68,7 @@ class _Whole:
         members: Sequence[TensorParallel],
         names: Mapping[str, str],
         locals_: Sequence[Mapping[str, Tensor]],
-        peers: ProcessGroup | None,
+        peers: Peers,
     ) -> None:
         self._members, self._names, self._locals, self._peers = members, names, locals_, peers
         self._plan = members[0].plan
@@ -79,8 +78,7 @@ class _Whole:
         if not self._plan.is_sharded(key):
             return mine.cpu()
         if self._members[0].rank:
-            assert self._peers is not None
-            send(mine, self._peers)
+            self._peers.send(mine)
             return mine
         ranges = [self._plan.ranges(key, rank) for rank in range(self._plan.tp)]
         whole = torch.empty(self._plan.by_name[key].shape, dtype=mine.dtype, device="cpu")
@@ -91,9 +89,8 @@ class _Whole:
     def _part(self, name: str, rank: int, held: Sequence[Ranges], like: Tensor) -> Tensor:
         if rank < len(self._locals):
             return self._locals[rank][name].detach()
-        assert self._peers is not None
         part = torch.empty(part_shape(held), dtype=like.dtype, device="cpu")
-        receive(part, rank, self._peers)
+        self._peers.receive(part, rank)
         return part
 
 

@@ -1,74 +1,88 @@
 """Work on files that all ranks do together: it ends on every rank alike, within a time limit.
 
 Ranks agree through the store before it begins and when it has ended (see agreement.py), so that a
-rank that does not come is named. In between they talk in a process group of their own, over gloo
-and with the same limit: what fails there leaves the model's group as it was.
+rank that does not come is named. In between they talk through a channel of their own, with the same
+limit: what fails there leaves the model's process group as it was.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from autotp.runtime.group import Group
 
 PATIENCE = 300.0  # seconds: files are written in between
+_TAG = 0
+
+
+class Peers:
+    """The ranks that work together; without a channel, one process that has all of them."""
+
+    def __init__(self, channel: dist.ProcessGroupGloo | None) -> None:
+        self._channel: Any = channel  # torch's stubs leave out what all backends have
+
+    def send(self, part: Tensor) -> None:
+        """Send a tensor to rank 0, which calls `receive`."""
+        assert self._channel is not None
+        if part.numel():
+            self._channel.send([_bytes(part.detach().cpu())], 0, _TAG).wait()
+
+    def receive(self, part: Tensor, rank: int) -> None:
+        """On rank 0: fill a contiguous tensor on the CPU with what a rank sends."""
+        assert self._channel is not None
+        if part.numel():
+            self._channel.recv([_bytes(part)], rank, _TAG).wait()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self._channel is None:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather(torch.tensor([data.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        every = zip(self._gather(padded), sizes, strict=True)
+        return [pickle.loads(found[:size].numpy().tobytes()) for found, size in every]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        assert self._channel is not None
+        found = [torch.empty_like(tensor) for _ in range(self._channel.size())]
+        self._channel.allgather([found], [tensor]).wait()
+        return found
+
+    def leave(self) -> None:
+        """Close the connections, which wakes peers that wait in them."""
+        if self._channel is not None:
+            self._channel.abort()
+        self._channel = None
 
 
 @contextmanager
-def together(group: Group, what: str, value: str, timeout: float) -> Iterator[ProcessGroup | None]:
-    """A process group for the block; None where one process has all ranks.
+def together(group: Group, what: str, value: str, timeout: float) -> Iterator[Peers]:
+    """Run the block on all ranks: an error on one rank is one on all.
 
-    `value` is what the ranks must agree on before. An error on one rank is one on all.
+    `value` is what the ranks must agree on before.
     """
     if group.process_group is None or group.size == 1:
-        yield None
+        yield Peers(None)
         return
     group.agree(what, value, timeout)
-    peers = dist.new_group(
-        dist.get_process_group_ranks(group.process_group),
-        timeout=timedelta(seconds=timeout),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    assert isinstance(peers, ProcessGroup)
-    ended = f"the end of {what}"
+    ended, peers = f"the end of {what}", Peers(group.side_channel(timeout))
     try:
         yield peers
     except Exception as error:  # of any kind: the peers must not wait for this rank
-        _leave(peers)
+        peers.leave()
         group.agree(ended, f"error: {type(error).__name__}: {error}", timeout)
         raise
     group.agree(ended, "done", timeout)
-    _leave(peers)
-
-
-def _leave(peers: ProcessGroup) -> None:
-    """Close the connections, which wakes peers that wait in them."""
-    peers.abort()
-    dist.destroy_process_group(peers)
-
-
-def send(part: Tensor, peers: ProcessGroup) -> None:
-    """Send this rank's part to rank 0, which calls `receive`."""
-    if part.numel():
-        work = dist.isend(_bytes(part.detach().cpu()), group=peers, group_dst=0)
-        assert work is not None
-        work.wait()
-
-
-def receive(part: Tensor, rank: int, peers: ProcessGroup) -> None:
-    """On rank 0: fill a contiguous tensor on the CPU with a rank's part."""
-    if part.numel():
-        work = dist.irecv(_bytes(part), group=peers, group_src=rank)
-        assert work is not None
-        work.wait()
+    peers.leave()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

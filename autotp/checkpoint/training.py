@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.optim import Optimizer
@@ -29,7 +27,7 @@ from autotp.checkpoint.folder import replaced
 from autotp.checkpoint.names import tied
 from autotp.checkpoint.optimizer import Named
 from autotp.checkpoint.planners import Held, Reader, Writer, stored_tensors, whole
-from autotp.checkpoint.together import PATIENCE, together
+from autotp.checkpoint.together import PATIENCE, Peers, together
 from autotp.checkpoint.whole import Whole
 from autotp.errors import CheckpointError, message
 
@@ -62,13 +60,7 @@ def save(
         held = [*_model(members), *_random(members), *(named.held() if named else ())]
         about = {"extra": extra, "optimizer": named.about() if named else None}
         with _errors("write", where), _directory(where, first.rank, peers) as folder:
-            state_dict_saver.save(
-                {},
-                storage_writer=FileSystemWriter(folder),
-                planner=Writer(held, {_STATE: about}),
-                process_group=peers,
-                no_dist=peers is None,
-            )
+            _write(folder, Writer(held, {_STATE: about}), first.rank, peers)
 
 
 def load(
@@ -108,6 +100,23 @@ def load(
             if found is not None:
                 _set_random(members, one.name, found.tensor)
     return about["extra"]
+
+
+def _write(folder: Path, planner: Writer, rank: int, peers: Peers) -> None:
+    """What torch.distributed.checkpoint.save does, through `peers`.
+
+    It talks through registered process groups only, which wait for a lost rank as long as the
+    training does.
+    """
+    writer = FileSystemWriter(folder)
+    planner.set_up_planner({}, writer.storage_meta(), rank == 0)
+    writer.set_up_storage_writer(rank == 0)
+    every = peers.exchange(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planner.create_global_plan(every)  # each rank makes the same
+    mine = planner.finish_plan(writer.prepare_global_plan(plans)[rank if len(plans) > 1 else 0])
+    written = peers.exchange(writer.write_data(mine, planner).wait())
+    if rank == 0:
+        writer.finish(metadata, written)
 
 
 def _read(path: Path, held: Sequence[Held], objects: Sequence[str]) -> dict[str, Any]:
@@ -190,17 +199,14 @@ def _set_random(members: Sequence[TensorParallel], name: str, state: Tensor) -> 
 
 
 @contextmanager
-def _directory(path: Path, rank: int, peers: ProcessGroup | None) -> Iterator[Path]:
+def _directory(path: Path, rank: int, peers: Peers) -> Iterator[Path]:
     """The directory to write to, made by rank 0, which puts it in place at the end."""
     if rank == 0:
         with replaced(path, lambda name: _OURS.fullmatch(name) is not None) as folder:
-            if peers is not None:
-                dist.broadcast_object_list([str(folder)], group=peers, group_src=0)
+            peers.exchange(folder)
             yield folder
         return
-    box: list[Any] = [None]
-    dist.broadcast_object_list(box, group=peers, group_src=0)
-    folder = Path(box[0])
+    folder = peers.exchange(None)[0]
     if not folder.is_dir():
         raise FileNotFoundError(f"rank {rank} does not see {folder}, which rank 0 has made")
     yield folder

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import GroupError, message
-from autotp.runtime.agreement import agree
+from autotp.runtime.agreement import agree, prefixed_store
 from autotp.runtime.launch import process_group
 from autotp.runtime.random import mix
 
@@ -121,6 +122,17 @@ class Group:
             return
         self._agreements += 1
         agree(self._peers, f"autotp/{self._name}/{self._agreements}", what, value, timeout)
+
+    def side_channel(self, timeout: float) -> dist.ProcessGroupGloo:
+        """A further connection of the ranks, over gloo, with a time limit of its own.
+
+        All ranks make it at the same time. What fails in it leaves the group usable. It is not
+        registered with torch.distributed, whose names for groups can come again.
+        """
+        self._agreements += 1
+        key = f"autotp/{self._name}/{self._agreements}"
+        limit = timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(prefixed_store(key), self.rank, self.size, limit)
 
     @property
     def _peers(self) -> ProcessGroup:
