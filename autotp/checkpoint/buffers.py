@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from autotp.checkpoint.names import temporary_buffers
+from autotp.checkpoint.names import some, temporary_buffers
 from autotp.errors import CheckpointError, message
 
 
@@ -47,11 +47,10 @@ def _built_again(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 def _lost(names: Sequence[str], because: str) -> CheckpointError:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return CheckpointError(
         message(
             "the values of buffers are lost",
-            values=", ".join(names[:8]) + more,
+            values=some(names),
             because=because,
             try_="build the model under accelerate.init_empty_weights(include_buffers=False): "
             "its parameters are on meta, its buffers are not",

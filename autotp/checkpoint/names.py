@@ -71,7 +71,7 @@ def stored_names(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, li
                 misfits.append(f"{first} is {wanted.dtype}, {source} in the file {file.dtype}")
     extra = [old for new, old in renamed.items() if new not in every and not _known(new, model)]
     if missing or misfits or extra:
-        raise _misfit(model, {"missing": missing, "misfit": misfits, "superfluous": extra})
+        raise _misfit(model, {"missing": missing, "different": misfits, "superfluous": extra})
     return found
 
 
@@ -106,11 +106,10 @@ def _is_float(dtype: str) -> bool:
 
 
 def _misfit(model: nn.Module, faults: Mapping[str, Sequence[str]]) -> CheckpointError:
-    lines = [f"{kind}: {_some(names)}" for kind, names in faults.items() if names]
     return CheckpointError(
         message(
             f"the checkpoint does not fit {type(model).__name__}",
-            values="\n".join(lines),
+            values=listed(faults),
             because="each rank reads its slices under the names that the model has now",
             try_="the class and configuration that wrote it; if from_pretrained converts it while "
             "loading, save_pretrained(..., save_original_format=False) there writes these names",
@@ -118,6 +117,12 @@ def _misfit(model: nn.Module, faults: Mapping[str, Sequence[str]]) -> Checkpoint
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def listed(faults: Mapping[str, Sequence[str]]) -> str:
+    """A line for each kind of fault that there is."""
+    return "\n".join(f"{kind}: {some(names)}" for kind, names in faults.items() if names)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of many names."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

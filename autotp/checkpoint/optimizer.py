@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from autotp.checkpoint.layout import part_shape
+from autotp.checkpoint.names import some
 from autotp.checkpoint.planners import Held, whole
 from autotp.errors import CheckpointError, message
 
@@ -112,8 +113,7 @@ class Named:
         here = {frozenset(names) for names in self.groups}
         if saved != here:
             names = sorted({name for group in saved ^ here for name in group})
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            values = f"{len(saved)} groups, here {len(here)}: {', '.join(names[:8])}{more}"
+            values = f"{len(saved)} groups, here {len(here)}: {some(names)}"
             raise _other("the optimizer groups its parameters in another way", values)
 
 

@@ -8,9 +8,7 @@ generators.
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.optim import Optimizer
 
 from autotp.checkpoint.folder import replaced
-from autotp.checkpoint.names import tied
+from autotp.checkpoint.names import listed, tied
 from autotp.checkpoint.optimizer import Named
 from autotp.checkpoint.planners import Held, Reader, Writer, stored_tensors, whole
 from autotp.checkpoint.together import PATIENCE, Peers, together
 from autotp.checkpoint.whole import Whole
-from autotp.errors import CheckpointError, message
+from autotp.errors import AutoTPError, CheckpointError, message
 
 if TYPE_CHECKING:
     from autotp.runtime.module import TensorParallel
@@ -120,8 +116,13 @@ def _write(folder: Path, planner: Writer, rank: int, peers: Peers) -> None:
 
 
 def _read(path: Path, held: Sequence[Held], objects: Sequence[str]) -> dict[str, Any]:
-    planner = Reader(held, objects)
-    state_dict_loader.load({}, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    """What torch.distributed.checkpoint.load does, each rank for itself."""
+    planner, reader = Reader(held, objects), FileSystemReader(path)
+    metadata = reader.read_metadata()
+    planner.set_up_planner({}, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
     return planner.objects
 
 
@@ -138,26 +139,25 @@ def _model(members: Sequence[TensorParallel]) -> list[Held]:
 
 
 def _compare(held: Sequence[Held], stored: Any, model: str) -> None:
-    wanted = {one.name: one for one in held}
-    saved = {name for name in stored if name.startswith("model.")}
-    faults = [f"missing: {name.removeprefix('model.')}" for name in sorted(wanted.keys() - saved)]
-    faults += [
-        f"superfluous: {name.removeprefix('model.')}" for name in sorted(saved - wanted.keys())
-    ]
+    wanted = {one.name.removeprefix("model."): one for one in held}
+    saved = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    different = []
     for name in sorted(wanted.keys() & saved):
-        one, there = wanted[name], stored[name]
-        here = (one.tensor.dtype, [*one.shape])
-        if here != (there.properties.dtype, [*there.size]):
-            kind, size = there.properties.dtype, [*there.size]
-            faults.append(
-                f"{name.removeprefix('model.')} is {here[0]}{here[1]}, saved {kind}{size}"
-            )
-    if faults:
-        more = f"\nand {len(faults) - 8} more" if len(faults) > 8 else ""
+        one, there = wanted[name], stored[f"model.{name}"]
+        here = f"{one.tensor.dtype}{[*one.shape]}"
+        found = f"{there.properties.dtype}{[*there.size]}"
+        if here != found:
+            different.append(f"{name} is {here}, saved {found}")
+    faults = {
+        "missing": sorted(wanted.keys() - saved),
+        "superfluous": sorted(saved - wanted.keys()),
+        "different": different,
+    }
+    if any(faults.values()):
         raise CheckpointError(
             message(
                 f"the saved training state does not fit {model}",
-                values="\n".join(faults[:8]) + more,
+                values=listed(faults),
                 because="a run is resumed with the model that was saved",
                 try_="the same class, configuration and dtype; any number of ranks",
             )
@@ -214,17 +214,16 @@ def _directory(path: Path, rank: int, peers: Peers) -> Iterator[Path]:
 
 @contextmanager
 def _errors(verb: str, path: Path) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
-            yield
-        except (OSError, CheckpointException, RuntimeError, pickle.UnpicklingError) as error:
-            cause = " ".join(str(error).split())
-            raise CheckpointError(
-                message(
-                    f"cannot {verb} the training state {path}",
-                    values=f"{type(error).__name__}: {cause}"[:1000],
-                    because="the system refused, a file is damaged, or a rank was lost",
-                    try_="a directory that all ranks share, with room; or an earlier checkpoint",
-                )
-            ) from error
+    try:
+        yield
+    except AutoTPError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its reader stumbles over
+        raise CheckpointError(
+            message(
+                f"cannot {verb} the training state {path}",
+                values=f"{type(error).__name__}: {error}",
+                because="the system refused, a file is damaged, or a rank was lost",
+                try_="a directory that all ranks share, with room; or an earlier checkpoint",
+            )
+        ) from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from autotp.checkpoint.layout import part_shape
-from autotp.checkpoint.names import tied
+from autotp.checkpoint.names import some, tied
 from autotp.checkpoint.saving import save_pretrained
 from autotp.checkpoint.together import PATIENCE
 from autotp.errors import CheckpointError, message
@@ -106,9 +106,8 @@ def localize(
             if found == whole:
                 state[prefix + name] = shard(tensor, ranges)
     if wrong:
-        more = f"\nand {len(wrong) - 8} more" if len(wrong) > 8 else ""
         because = "the tensors have other shapes than the model's"
-        raise _refused(member, "\n".join(wrong[:8]) + more, because, "a state dict of this model")
+        raise _refused(member, some(wrong), because, "a state dict of this model")
     if len(kinds) > 1:
         values = ", ".join(f"{name} is {kind}" for kind, name in kinds.items())
         raise _refused(member, values, "a state dict is whole or local", "one or the other")

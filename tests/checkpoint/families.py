@@ -13,7 +13,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 48,
     "intermediate_size": 50,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "max_position_embeddings": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 
 def gpt2(**overrides: Any) -> nn.Module:
     """Tied table; query, key and value in one matrix, which is stored transposed."""
-    return refill(tiny_gpt2(**overrides))
+    return refill(tiny_gpt2(**{"n_layer": 1, **overrides}))
 
 
 def llama() -> nn.Module:

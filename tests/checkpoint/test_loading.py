@@ -141,7 +141,7 @@ def refusal(model: Any, folder: Path, **kwargs: Any) -> str:
 
 def test_missing_superfluous_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     def change(state: dict[str, torch.Tensor]) -> None:
-        del state["transformer.h.1.mlp.c_fc.bias"]
+        del state["transformer.h.0.mlp.c_fc.bias"]
         state["transformer.h.7.extra"] = torch.ones(2)
         state["transformer.wpe.weight"] = torch.ones(3, 48)
         state["transformer.ln_f.bias"] = torch.ones(48, dtype=torch.long)
@@ -151,7 +151,7 @@ def test_missing_superfluous_and_misshapen_tensors_are_named(tmp_path: Path) -> 
     changed(tmp_path, change)
     text = refusal(model, tmp_path)
     assert text.startswith("the checkpoint does not fit GPT2LMHeadModel\n")
-    assert "missing: transformer.h.1.mlp.c_fc.bias" in text
+    assert "missing: transformer.h.0.mlp.c_fc.bias" in text
     assert "superfluous: transformer.h.7.extra" in text
     assert "transformer.wpe.weight is [64, 48], transformer.wpe.weight in the file [3, 48]" in text
     assert "transformer.ln_f.bias is torch.float32" in text
