@@ -37,6 +37,7 @@ def write(file: Path, shapes: Mapping[str, Tensor], whole: Callable[[str], Tenso
             assert tensor.shape == shapes[name].shape and tensor.dtype == shapes[name].dtype, name
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             out.write(data.numpy().data)
+            del tensor, data  # before the next one is made
 
 
 def in_order(shapes: Mapping[str, Tensor]) -> list[str]:

@@ -83,7 +83,7 @@ def test_one_tensor_at_a_time_is_gathered(tmp_path: Path, monkeypatch: pytest.Mo
     tp = split(gpt2(), 2)
     monkeypatch.setattr(saving.torch, "empty", counted)
     tp.save_pretrained(tmp_path)
-    assert len(most) > 10 and max(most) <= 2
+    assert len(most) > 5 and max(most) == 1
 
 
 def test_every_dtype_is_written_as_safetensors_writes_it(tmp_path: Path) -> None:
