@@ -7,12 +7,13 @@ the prefix that it has inside a larger one, as Hugging Face does: `base_model_pr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from autotp.checkpoint.reading import Stored
+from autotp.checkpoint.renaming import renaming
 from autotp.errors import CheckpointError, message
 
 SHOWN = 8
@@ -54,7 +55,8 @@ def stored_names(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, li
     """
     groups = tied(model)
     every = {name for names in groups.values() for name in names}
-    renamed = {_renamed(name, stored, model, every): name for name in stored}
+    now = renaming(model)
+    renamed = {_renamed(name, stored, model, every, now): name for name in stored}
     tensors = dict(tensors_of(model))
     found: dict[str, list[str]] = {}
     missing, misfits = [], []
@@ -75,8 +77,16 @@ def stored_names(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, li
     return found
 
 
-def _renamed(name: str, stored: Mapping[str, Stored], model: nn.Module, every: set[str]) -> str:
+def _renamed(
+    name: str,
+    stored: Mapping[str, Stored],
+    model: nn.Module,
+    every: set[str],
+    now: Callable[[str], str],
+) -> str:
     """A stored name as the model would say it."""
+    if name not in every:
+        name = now(name)
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not isinstance(prefix, str):
         return name

@@ -15,7 +15,7 @@ from torch import nn
 import autotp
 from autotp.checkpoint.layout import boxes, part_shape, put
 from autotp.checkpoint.reading import Files
-from tests.checkpoint.families import FAMILIES, batch, differences, gpt2, llama, on_meta
+from tests.checkpoint.families import FAMILIES, SIZES, batch, differences, gpt2, llama, on_meta
 from tests.models import WIDTH, mlp, refill, tied_head
 
 
@@ -88,6 +88,32 @@ def test_a_base_model_is_read_from_a_checkpoint_with_its_prefix(tmp_path: Path) 
     base = on_meta(model.transformer)
     read = split(base, 2, checkpoint=tmp_path, example_inputs=x)
     assert differences(read.ranks[1], split(model.transformer, 2, example_inputs=x).ranks[1]) == []
+
+
+def test_a_checkpoint_with_older_names_is_read(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    model: Any = refill(GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, num_attention_heads=6)))
+    model.save_pretrained(tmp_path)
+    names = Files(tmp_path).tensors
+    assert "embed_out.weight" in names and "lm_head.weight" not in names
+    assert_loads(model, tmp_path, 2)
+
+
+def test_tensors_that_would_have_to_be_joined_are_missing(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**SIZES, num_attention_heads=6, num_key_value_heads=3)
+    model: Any = refill(MixtralForCausalLM(config))
+    model.save_pretrained(tmp_path / "older")
+    text = refusal(model, tmp_path / "older")
+    assert "missing: model.layers.0.mlp.experts.gate_up_proj" in text
+    assert "save_original_format=False" in text
+    model.save_pretrained(tmp_path / "now", save_original_format=False)
+    assert_loads(model, tmp_path / "now", 2)
+    split(model, 2).save_pretrained(tmp_path / "own")
+    again = type(model).from_pretrained(tmp_path / "own")
+    assert differences(again, model) == []
 
 
 def test_any_module_is_read_from_one_file(tmp_path: Path) -> None:
