@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.optim import Optimizer
 
@@ -24,7 +24,7 @@ from autotp.checkpoint.names import listed, tied
 from autotp.checkpoint.optimizer import Named
 from autotp.checkpoint.planners import Held, Reader, Writer, stored_tensors, whole
 from autotp.checkpoint.together import PATIENCE, Peers, together
-from autotp.checkpoint.whole import Whole
+from autotp.checkpoint.whole import members_of
 from autotp.errors import AutoTPError, CheckpointError, message
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?")
 
 def save(
     path: str | Path,
-    model: Whole,
+    model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     extra: Any = None,
@@ -49,7 +49,7 @@ def save(
     Raises on every rank if one fails, or does not come within `timeout` seconds: what was in the
     directory before is still there then.
     """
-    members = model._tp_members()
+    members = members_of(model)
     first, where = members[0], Path(os.path.abspath(path))
     with together(first.group, f"saving {where.name}", f"to {where}", timeout) as peers:
         named = None if optimizer is None else Named(optimizer, members)
@@ -61,7 +61,7 @@ def save(
 
 def load(
     path: str | Path,
-    model: Whole,
+    model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     timeout: float = PATIENCE,
@@ -71,7 +71,7 @@ def load(
     Every rank must call it, and reads what it holds. Names, shapes and dtypes are compared before
     anything is changed. Generators are set as they were: on a rank that was not there, as rank 0's.
     """
-    members = model._tp_members()
+    members = members_of(model)
     first, where = members[0], Path(os.path.abspath(path))
     with together(first.group, f"loading {where.name}", f"from {where}", timeout):
         with _errors("read", where):

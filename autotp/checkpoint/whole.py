@@ -42,14 +42,14 @@ class Whole(nn.Module):
         model. The directory is replaced as a whole at the end: a crash leaves the old one. Raises
         on every rank if one fails, or does not come within `timeout` seconds.
         """
-        save_pretrained(self._tp_members(), save_directory, max_shard_size, timeout)
+        save_pretrained(members_of(self), save_directory, max_shard_size, timeout)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The original's `state_dict()`: whole tensors, copies, on every rank.
 
         Every rank must call it, and has memory for the whole model (`save_pretrained` needs less).
         """
-        first = self._tp_members()[0]
+        first = members_of(self)[0]
         if first.group.process_group is not None:
             first.group.agree("full_state_dict", "called")
         found: dict[str, Tensor] = {}
@@ -71,6 +71,34 @@ class Whole(nn.Module):
             parts = group.all_gather(parts[0].detach(), [part_shape(held) for held in ranges])
         device = parts[0].device
         return unshard([part.detach().to(device) for part in parts], ranges).clone()
+
+
+def members_of(model: nn.Module) -> Sequence[TensorParallel]:
+    """The ranks of a parallel model in this process; CheckpointError for any other module.
+
+    Parameters that FSDP2 has split once more are refused: their layout is not in the plan.
+    """
+    if not isinstance(model, Whole):
+        raise CheckpointError(
+            message(
+                f"{type(model).__name__} is not a parallel model",
+                values=type(model).__name__,
+                because="what autotp.parallelize returned knows its layout, a wrapper does not",
+                try_="the wrapper's .module; or parallelize(model, tp=1) for a single rank",
+            )
+        )
+    members = model._tp_members()
+    split = [name for m in members for name, p in m.named_parameters() if hasattr(p, "full_tensor")]
+    if split:
+        raise CheckpointError(
+            message(
+                "the parameters are split a second time",
+                values=some(split),
+                because="they are DTensors, of FSDP2 for example, whose layout is not in the plan",
+                try_="save and load before fully_shard; torch.distributed.checkpoint after it",
+            )
+        )
+    return members
 
 
 def localize(

@@ -159,6 +159,25 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     assert unlike(tensors(other), before) == []
 
 
+def test_wrapped_and_doubly_split_models_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tp = split(gpt2(), 2)
+    with pytest.raises(autotp.CheckpointError, match="Sequential is not a parallel model"):
+        autotp.save(tmp_path, torch.nn.Sequential(tp))
+    parameter = tp.ranks[1].transformer.wpe.weight
+    monkeypatch.setattr(parameter, "full_tensor", lambda: parameter, raising=False)
+    for call in (
+        lambda: autotp.save(tmp_path / "a", tp),
+        lambda: autotp.load(tmp_path / "a", tp),
+        lambda: tp.save_pretrained(tmp_path / "a"),
+        tp.full_state_dict,
+    ):
+        with pytest.raises(autotp.CheckpointError, match="split a second time"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     tp = split(gpt2(), 2)
     state = tmp_path / "state"
