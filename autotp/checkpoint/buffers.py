@@ -22,14 +22,16 @@ def real_buffers(model: nn.Module) -> dict[str, Tensor]:
     lost = {name: b for name, b in temporary_buffers(model).items() if b.is_meta}
     if not lost:
         return {}
-    twin = temporary_buffers(_built_again(model, list(lost)))
+    twin, other = (temporary_buffers(_built_again(model, list(lost), seed)) for seed in (0, 1))
     for name, buffer in lost.items():
         if name not in twin or twin[name].shape != buffer.shape or twin[name].is_meta:
             raise _lost([name], "the model built again from its configuration has no such buffer")
+        if not torch.equal(twin[name], other[name]):
+            raise _lost([name], "its values are drawn at random when the model is built")
     return {name: twin[name].to(buffer.dtype) for name, buffer in lost.items()}
 
 
-def _built_again(model: nn.Module, names: Sequence[str]) -> nn.Module:
+def _built_again(model: nn.Module, names: Sequence[str], seed: int) -> nn.Module:
     config = getattr(model, "config", None)
     if config is None or isinstance(config, Mapping) or not hasattr(config, "save_pretrained"):
         raise _lost(names, "a buffer that is not saved has no value on meta")
@@ -43,6 +45,7 @@ def _built_again(model: nn.Module, names: Sequence[str]) -> nn.Module:
         torch.device("cpu"),
         init_empty_weights(include_buffers=False),
     ):
+        torch.default_generator.manual_seed(seed)
         return type(model)(copy.deepcopy(config))
 
 

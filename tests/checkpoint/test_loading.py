@@ -183,6 +183,13 @@ def test_missing_superfluous_and_misshapen_tensors_are_named(tmp_path: Path) -> 
     assert "transformer.ln_f.bias is torch.float32" in text
 
 
+def test_a_superfluous_tensor_alone_is_named(tmp_path: Path) -> None:
+    model: Any = gpt2()
+    model.save_pretrained(tmp_path)
+    changed(tmp_path, lambda state: state.update(more=torch.ones(2)))
+    assert "values   superfluous: more\n" in refusal(model, tmp_path)
+
+
 @pytest.mark.parametrize(
     "family, name",
     [
@@ -248,8 +255,34 @@ def test_a_buffer_without_value_is_named_and_one_with_value_is_kept(tmp_path: Pa
     assert torch.equal(read.ranks[1].scale, torch.arange(5.0, 10.0))
 
 
+class Config:
+    """What a configuration is known by."""
+
+    def save_pretrained(self) -> None:
+        """Never called here."""
+
+
+class Drawn(Table):
+    """A buffer that nobody can compute again."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("scale", torch.rand(10), persistent=False)
+
+
+def test_a_buffer_that_was_drawn_at_random_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(Drawn(Config()).state_dict(), tmp_path / "model.safetensors")
+    x = (torch.zeros(2, 5, WIDTH),)
+    with pytest.raises(autotp.CheckpointError, match="drawn at random") as caught:
+        split(Drawn(Config()).to("meta"), 2, example_inputs=x, checkpoint=tmp_path)
+    assert "\n  values   scale\n" in str(caught.value)
+
+
 def test_building_buffers_again_draws_no_random_numbers(tmp_path: Path) -> None:
-    model: Any = gpt2()
+    model: Any = llama()
     model.save_pretrained(tmp_path)
     meta = on_meta(model)
     torch.manual_seed(3)
