@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.build import build, shared_planner
-from autotp.errors import GroupError, PlanError, message
+from autotp.checkpoint.loading import Checkpoint, Source, from_memory
+from autotp.checkpoint.names import tensors_of
+from autotp.errors import PlanError, message
 from autotp.examples import Call, example_call, normal_call
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
 from autotp.runtime.group import Group, resolve_group
+from autotp.runtime.launch import ARRIVAL
 from autotp.runtime.lockstep import Lockstep
 from autotp.runtime.module import TensorParallel
+from autotp.runtime.weights import same_weights
 from autotp.skeleton import skeleton_of
 from autotp.verification import Report, compare, prepared
 
@@ -66,6 +71,7 @@ def parallelize(
     plan: Plan | None = None,
     devices: Sequence[str | torch.device] | None = None,
     logits: str = "auto",
+    checkpoint: str | Path | None = None,
 ) -> TensorParallel | Lockstep:
     """This rank's part of a model, which computes with its peers what the model computes.
 
@@ -80,14 +86,18 @@ def parallelize(
     whole, "local" as a `ShardedOutput` with this rank's part and a `gather()`, "auto" is "local" in
     training with a loss (where the gather would cost more than the loss) and "gather" otherwise.
 
+    With `checkpoint` (a directory with model.safetensors or its index, or a .safetensors file) the
+    model's own weights are not read and can be on meta: each rank reads the slices that it holds,
+    in the model's dtype.
+
     Raises, on every rank alike: PlanError (also a ValueError) for sizes that do not fit, GroupError
     if there is no process group or the ranks disagree, CaptureError if the model cannot be
-    captured.
+    captured, CheckpointError if the checkpoint cannot be read or does not fit.
     """
     _check_model(model)
     _check_logits(logits)
     if devices is not None:
-        return _in_process(model, tp, example_inputs, plan, devices, logits)
+        return _in_process(model, tp, example_inputs, plan, devices, logits, checkpoint)
     ranks = resolve_group(tp, mesh, group)
     try:
         skeleton = skeleton_of(model)
@@ -97,7 +107,9 @@ def parallelize(
         _agree(ranks, f"error: {type(error).__name__}: {error}")
         raise
     _agree(ranks, f"{made.fingerprint} of {made.model}, torch {torch.__version__}")
-    _same_weights(model, ranks)
+    if checkpoint is not None:
+        return _from_checkpoint(checkpoint, model, skeleton, made, ranks, (args, kwargs), logits)
+    same_weights(tensors_of(model), ranks)
     return build(model, skeleton, made, ranks, (args, kwargs), logits=logits)
 
 
@@ -126,6 +138,32 @@ def verify(
     return compare(twin, lockstep, args, kwargs, backward=backward, limit=bound, notes=notes)
 
 
+def _from_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    skeleton: nn.Module,
+    made: Plan,
+    ranks: Group,
+    call: Call,
+    logits: str,
+) -> TensorParallel:
+    """This rank's module with weights from files, or the same error on every rank."""
+    what = f"the checkpoint {path}"
+    try:
+        source = Checkpoint(path, model)
+        root = build(model, skeleton, made, ranks, call, logits=logits, source=source)
+    except Exception as error:
+        ranks.agree(what, f"error: {type(error).__name__}: {error}", ARRIVAL)
+        raise
+    ranks.agree(what, f"tensors {source.fingerprint}", ARRIVAL)
+    same_weights(((n, t) for n, t in tensors_of(root) if not _is_split(made, n)), ranks)
+    return root
+
+
+def _is_split(made: Plan, name: str) -> bool:
+    return name not in made.by_name or made.is_sharded(name)  # a tied tensor's first name is known
+
+
 def _in_process(
     model: nn.Module,
     tp: int | None,
@@ -133,6 +171,7 @@ def _in_process(
     given: Plan | None,
     devices: Sequence[str | torch.device],
     logits: str,
+    checkpoint: str | Path | None = None,
 ) -> Lockstep:
     size = len(devices) if tp is None else tp
     if size != len(devices):
@@ -147,10 +186,11 @@ def _in_process(
     made = plan(model, size, example_inputs=example_inputs, plan=given, logits=logits)
     skeleton = skeleton_of(model)
     call = _call(skeleton, example_inputs)
+    source: Source = from_memory if checkpoint is None else Checkpoint(checkpoint, model)
     groups = Group.in_process(size)
     planner = shared_planner()
     ranks = [
-        build(model, skeleton, made, group, call, logits=logits, planner=planner)
+        build(model, skeleton, made, group, call, logits=logits, planner=planner, source=source)
         for group in groups
     ]
     return Lockstep([rank.to(device) for rank, device in zip(ranks, devices, strict=True)])
@@ -162,29 +202,6 @@ def _call(skeleton: nn.Module, example_inputs: Any) -> Call:
 
 def _agree(ranks: Group, value: str) -> None:
     ranks.agree("the plan", value)
-
-
-def _same_weights(model: nn.Module, ranks: Group) -> None:
-    """Ranks that initialised their models with different seeds would train on a patchwork."""
-    if ranks.size == 1:
-        return
-    sums = {
-        name: repr(float(tensor.detach().sum(dtype=torch.float64)))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if not tensor.is_meta and tensor.numel() and not tensor.is_complex()
-    }
-    every = ranks.all_gather_object(sums)
-    for name in {name: None for other in every for name in other}:  # one may be on meta
-        found = [other.get(name, "none") for other in every]
-        if len(set(found)) > 1:
-            raise GroupError(
-                message(
-                    "the ranks have different weights",
-                    values=f"{name}: sums {', '.join(found[:8])} on ranks 0 to {len(found) - 1}",
-                    because="each rank takes its shards from its own copy of the model",
-                    try_="torch.manual_seed(0) before the model is made, or load one checkpoint",
-                )
-            )
 
 
 def _check_model(model: nn.Module) -> None:

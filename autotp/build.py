@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotp import caches
+from autotp.checkpoint.loading import Source, from_memory
 from autotp.errors import PlanError, message
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
@@ -34,8 +35,12 @@ def build(
     *,
     logits: str = "auto",
     planner: Planner | None = None,
+    source: Source = from_memory,
 ) -> TensorParallel:
-    """The module of one rank, with copies of its shards of the model's tensors."""
+    """The module of one rank, with copies of its shards of the model's tensors.
+
+    `source` gives the rank's part of each: of the model's own, unless it reads a checkpoint.
+    """
     further = planner or plan_further
 
     def capture(root: TensorParallel, call: Call) -> Capture:
@@ -45,7 +50,7 @@ def build(
     kind = type(name, (TensorParallel,), {"__doc__": f"{name}, tensor-parallel."})
     root: TensorParallel = kind(skeleton, plan, group, capture, logits)
     _grow(root, skeleton, group, plan)
-    _fill(root, model, plan, group.rank)
+    _fill(root, model, plan, group.rank, source)
     first = attach(root, plan)
     root.register(root.read("", *call), first)
     return root
@@ -176,7 +181,7 @@ def _twin(module: nn.Module, path: str, plan: Plan) -> nn.Module:
     return kind(type(module).__name__, "; ".join(notes))
 
 
-def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int) -> None:
+def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int, source: Source) -> None:
     """Register shards of every parameter and buffer; a tied tensor is one object again."""
     kept = set(model.state_dict(keep_vars=True))
     done: dict[int, Any] = {}
@@ -188,21 +193,16 @@ def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int) -> None
                 target.register_parameter(name, None)
                 continue
             if id(parameter) not in done:
-                ranges = plan.ranges(_first_name(path, name, plan), rank)
-                part = shard(parameter, ranges)
+                full = f"{path}.{name}" if path else name
+                part = source(full, parameter, plan.ranges(full, rank))
                 done[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
             target.register_parameter(name, done[id(parameter)])
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in done:
-                ranges = plan.ranges(_first_name(path, name, plan), rank)
-                done[id(buffer)] = shard(buffer, ranges)
             full = f"{path}.{name}" if path else name
+            if buffer is not None and id(buffer) not in done:
+                done[id(buffer)] = source(full, buffer, plan.ranges(full, rank))
             made = None if buffer is None else done[id(buffer)]
             target.register_buffer(name, made, persistent=full in kept)
-
-
-def _first_name(path: str, name: str, plan: Plan) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _fill_constants(root: TensorParallel, plan: Plan) -> None:

@@ -19,6 +19,10 @@ class GroupError(AutoTPError, RuntimeError):
     """The ranks are missing, cannot talk, or disagree."""
 
 
+class CheckpointError(AutoTPError):
+    """A checkpoint does not fit the model, or its files cannot be read or written."""
+
+
 class CheckError(AutoTPError):
     """A transformed graph is not proved to compute what the original computed."""
 

@@ -29,7 +29,7 @@ def agree(group: ProcessGroup, key: str, what: str, value: str, timeout: float) 
     """
     names = get_process_group_ranks(group)  # as the launcher calls them: numbered in the world
     try:
-        store = PrefixStore(key, _get_default_store())
+        store = prefixed_store(key)
         found = _verdict(store, get_rank(group), names, what, value, timeout)
     except RuntimeError as error:
         raise GroupError(
@@ -42,6 +42,11 @@ def agree(group: ProcessGroup, key: str, what: str, value: str, timeout: float) 
         ) from error
     if found:
         raise GroupError(found)
+
+
+def prefixed_store(key: str) -> PrefixStore:
+    """The part of torch.distributed's store that belongs to `key`."""
+    return PrefixStore(key, _get_default_store())
 
 
 def _verdict(

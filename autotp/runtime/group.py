@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 from math import prod
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import GroupError, message
-from autotp.runtime.agreement import agree
+from autotp.runtime.agreement import agree, prefixed_store
 from autotp.runtime.launch import process_group
 from autotp.runtime.random import mix
 
@@ -104,6 +105,14 @@ class Group:
         self._calls += 1
         return mix(self.base_seed, self._calls)
 
+    def random_state(self) -> tuple[int, int]:
+        """The stream of seeds and the place in it; the same on every rank."""
+        return self.base_seed, self._calls
+
+    def set_random_state(self, state: tuple[int, int]) -> None:
+        """Go on with a stream from an earlier `random_state()`, on every rank."""
+        self.base_seed, self._calls = state
+
     def agree(self, what: str, value: str, timeout: float = 30.0) -> None:
         """Raise the same GroupError on every rank if not all give this value in `timeout` seconds.
 
@@ -113,6 +122,17 @@ class Group:
             return
         self._agreements += 1
         agree(self._peers, f"autotp/{self._name}/{self._agreements}", what, value, timeout)
+
+    def side_channel(self, timeout: float) -> dist.ProcessGroupGloo:
+        """A further connection of the ranks, over gloo, with a time limit of its own.
+
+        All ranks make it at the same time. What fails in it leaves the group usable. It is not
+        registered with torch.distributed, whose names for groups can come again.
+        """
+        self._agreements += 1
+        key = f"autotp/{self._name}/{self._agreements}"
+        limit = timedelta(seconds=timeout)
+        return dist.ProcessGroupGloo(prefixed_store(key), self.rank, self.size, limit)
 
     @property
     def _peers(self) -> ProcessGroup:

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.fx import Graph, Node, map_arg
 
 from autotp.axes import Ranges
+from autotp.checkpoint.whole import Whole
 from autotp.errors import AutoTPError, message
 from autotp.huggingface import Entry, face_of
 from autotp.runtime import vocabulary
@@ -33,7 +34,7 @@ from autotp.runtime.module import Capture, TensorParallel
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 
-class Lockstep(nn.Module):
+class Lockstep(Whole):
     """Every rank of a parallelized model, called as the original.
 
     `ranks[r]` is the module that rank r would hold. The result is rank 0's, which is every rank's;
@@ -80,6 +81,16 @@ class Lockstep(nn.Module):
     def entry(self, path: str) -> Entry:
         """A submodule of the original that is called by itself."""
         return Entry(self, self.skeleton, path)
+
+    def _tp_members(self) -> Sequence[TensorParallel]:
+        return list(self.ranks)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load the original's state dict on every rank; or this module's own, `ranks.0. ...`."""
+        if any(name.startswith("ranks.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        first, *_ = [rank.load_state_dict(state_dict, strict, assign) for rank in self.ranks]
+        return first
 
     def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""

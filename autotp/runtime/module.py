@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autotp.caches import Packed, map_caches, pack
+from autotp.checkpoint.whole import MARK, Whole, localize, mark
 from autotp.errors import AutoTPError, GroupError, message
 from autotp.examples import normal_call
 from autotp.huggingface import FACTS, Entry, entry_of, face_of, same_draws
@@ -55,7 +56,7 @@ class Capture:
 Builder = Callable[["TensorParallel", Call], Capture]
 
 
-class TensorParallel(Block):
+class TensorParallel(Whole, Block):
     """A model that computes, together with its peers, what the original computed.
 
     Call it as the original. A call form that was not captured yet (other arguments given, training
@@ -308,6 +309,20 @@ class TensorParallel(Block):
 
     def _device_type(self) -> str:
         return next((p.device.type for p in self.parameters()), "cpu")
+
+    def _tp_members(self) -> Sequence[TensorParallel]:
+        return [self]
+
+    # nn.Module's own places to override what a module saves and loads; wrappers call them too.
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        getattr(destination, "_metadata", {}).get(prefix[:-1], {})[MARK] = mark(self)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        localize(self, state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         raise AutoTPError(

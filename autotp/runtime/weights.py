@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from autotp.axes import Ranges
+from autotp.errors import GroupError, message
 from autotp.runtime.collectives import place, take
+from autotp.runtime.group import Group
 
 
 def shard(whole: torch.Tensor, ranges: Sequence[Ranges]) -> torch.Tensor:
@@ -29,3 +31,26 @@ def unshard(parts: Sequence[torch.Tensor], ranges: Sequence[Sequence[Ranges]]) -
         if len(set(held)) > 1:
             return place(list(parts), dim, held)
     return parts[0]
+
+
+def same_weights(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Group) -> None:
+    """Ranks that initialised their models with different seeds would train on a patchwork."""
+    if ranks.size == 1:
+        return
+    sums = {
+        name: repr(float(tensor.detach().sum(dtype=torch.float64)))
+        for name, tensor in tensors
+        if not tensor.is_meta and tensor.numel() and not tensor.is_complex()
+    }
+    every = ranks.all_gather_object(sums)
+    for name in {name: None for other in every for name in other}:  # one may be on meta
+        found = [other.get(name, "none") for other in every]
+        if len(set(found)) > 1:
+            raise GroupError(
+                message(
+                    "the ranks have different weights",
+                    values=f"{name}: sums {', '.join(found[:8])} on ranks 0 to {len(found) - 1}",
+                    because="each rank takes its shards from its own copy of the model",
+                    try_="torch.manual_seed(0) before the model is made, or load one checkpoint",
+                )
+            )

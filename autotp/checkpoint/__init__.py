@@ -1,0 +1,1 @@
+"""Loading and saving: a rank reads and writes its own shards, files hold whole tensors."""
