@@ -17,8 +17,10 @@ from autotp.planning import Plan
 from autotp.program import Program, Signature
 from autotp.runtime.block import Block, BlockList
 from autotp.runtime.calls import Call
+from autotp.runtime.captured import Capture
 from autotp.runtime.group import Group
-from autotp.runtime.module import Capture, TensorParallel
+from autotp.runtime.heads import whole_caches
+from autotp.runtime.module import TensorParallel
 from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.results import assembler
 from autotp.runtime.weights import shard
@@ -112,7 +114,7 @@ def plan_further(root: TensorParallel, call: Call) -> Plan:
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             if name in mine and tensor.dtype != mine[name].dtype:
                 tensor.data = tensor.data.to(mine[name].dtype)
-    args, kwargs = root.whole_caches(call.args, call.kwargs)
+    args, kwargs = whole_caches(root.cache_layout, call.args, call.kwargs)
     return make_plan(
         skeleton,
         args,

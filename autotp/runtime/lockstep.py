@@ -22,6 +22,7 @@ from autotp.huggingface import Entry, face_of
 from autotp.runtime import vocabulary
 from autotp.runtime.block import Block
 from autotp.runtime.calls import Call
+from autotp.runtime.captured import Capture
 from autotp.runtime.collectives import (
     copy_to_region,
     gather_from_region,
@@ -30,7 +31,7 @@ from autotp.runtime.collectives import (
     scatter_to_region,
     take,
 )
-from autotp.runtime.module import Capture, TensorParallel
+from autotp.runtime.module import TensorParallel
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 

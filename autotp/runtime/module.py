@@ -3,60 +3,37 @@ classes."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autotp.caches import Packed, map_caches, pack
 from autotp.checkpoint.whole import MARK, Whole, localize, mark
-from autotp.errors import AutoTPError, GroupError, message
+from autotp.errors import AutoTPError, message
 from autotp.examples import normal_call
-from autotp.huggingface import FACTS, Entry, entry_of, face_of, same_draws
 from autotp.planning import Plan
-from autotp.program import Signature
 from autotp.runtime.block import Block, Compiler
 from autotp.runtime.calls import Call, described, difference, holds, read
-from autotp.runtime.collectives import take
+from autotp.runtime.captured import Capture
+from autotp.runtime.face import Face
 from autotp.runtime.group import Group
+from autotp.runtime.heads import own_heads
+from autotp.runtime.inputs import same_inputs
 from autotp.runtime.outputs import LocalOutput, ShardedOutput
 
 log = logging.getLogger("autotp")
 
 
-@dataclass(frozen=True)
-class Capture:
-    """One captured call form: its number among the root's graphs, what it serves, and why it was
-    made."""
-
-    number: int
-    signature: Signature
-    training: bool
-    seconds: float
-    plan: Plan
-    outputs: Mapping[int, LocalOutput]
-    assemble: Callable[[Sequence[Any], Sequence[Any]], Any]
-    form: Mapping[str, str] = field(default_factory=dict)
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.form.get('mode', '')}, {self.seconds:.1f} s: {self.reason}"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
-        return self
-
-
 Builder = Callable[["TensorParallel", Call], Capture]
 
 
-class TensorParallel(Whole, Block):
+class TensorParallel(Whole, Face, Block):
     """A model that computes, together with its peers, what the original computed.
 
     Call it as the original. A call form that was not captured yet (other arguments given, training
@@ -104,70 +81,6 @@ class TensorParallel(Whole, Block):
         found = [capture for captures in self._captures.values() for _, capture in captures]
         return tuple(sorted(found, key=lambda capture: capture.number))
 
-    @property
-    def face(self) -> Any:
-        """The original's configuration and methods, computing with this module."""
-        if self._face is None:
-            self._face = (face_of(self.skeleton, self),)
-        return self._face[0]
-
-    @property
-    def config(self) -> Any:
-        """The original's configuration."""
-        return self.skeleton.config
-
-    @property
-    def generation_config(self) -> Any:
-        """How `generate` works unless told otherwise."""
-        return self.face.generation_config
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the floating-point parameters."""
-        return next(p.dtype for p in self.parameters() if p.is_floating_point())
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's `generate`, with this rank's heads in its cache. Call it on every rank.
-
-        All ranks sample what the first rank's generator draws.
-        """
-        with same_draws(self.group, self.device):
-            return self.face.generate(*args, **kwargs)
-
-    def can_generate(self) -> bool:
-        """Whether the original generates."""
-        return bool(getattr(self.skeleton, "can_generate", lambda: False)())
-
-    def entry(self, path: str) -> Entry:
-        """A submodule of the original that computes what the original's computes when it is called
-        by itself. Every rank must call it."""
-        return Entry(self, self.skeleton, path)
-
-    def get_input_embeddings(self) -> Any:
-        """The embedding of tokens, whole for the caller however it is split."""
-        return entry_of(self, self.skeleton, "get_input_embeddings")
-
-    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder of a model that has one."""
-        return entry_of(self, self.skeleton, "get_encoder", *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in FACTS and "_skeleton" in self.__dict__ and hasattr(self.skeleton, name):
-                return getattr(self.face, name)
-            raise
-
-    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
-        """Parameters of the whole model."""
-        return int(self.skeleton.num_parameters(*args, **kwargs))  # type: ignore[operator]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward."""
         return self.call("", args, kwargs)
@@ -176,45 +89,13 @@ class TensorParallel(Whole, Block):
         """The forward of the original's submodule at a path; "" is the model itself."""
         capture, call = self.capture_for(args, kwargs, entry)
         if self.debug:
-            self.compare_inputs(call.leaves, capture.signature)
+            names = capture.signature.inputs
+            same_inputs(self.group, dict(zip(names, call.leaves, strict=True)))
         results = list(self._tp_codes[capture.number].function(self, *call.leaves))
         for index, where in capture.outputs.items():
             if not where.cache:
                 results[index] = ShardedOutput(results[index], where, self.group)
         return capture.assemble(results, call.caches)
-
-    def whole_caches(self, args: Any, kwargs: Any) -> Any:
-        """(args, kwargs) with caches as data on meta, at the size they have with all heads."""
-
-        def whole(cache: Any) -> Packed:
-            packed = cache if isinstance(cache, Packed) else pack(cache)
-            places = [self.cache_layout.get(path) for path in packed.form.paths]
-            leaves = tuple(map(_resized, packed.leaves, places))
-            return Packed(leaves, packed.form, tuple(None if p is None else p.dim for p in places))
-
-        return map_caches(whole, (args, kwargs))
-
-    def _own_heads(self, call: Call) -> None:
-        """Take this rank's part of whole caches; those that this model returned hold it already."""
-        for index, path in call.places:
-            where, leaf = self.cache_layout.get(path), call.leaves[index]
-            if where is None:
-                continue
-            held = where.ranges[self.rank]
-            size = leaf.shape[where.dim]
-            if size == sum(stop - start for start, stop in held):
-                continue
-            if size != where.size:
-                raise AutoTPError(
-                    message(
-                        "this cache was not made for this model",
-                        values=f"{path} has {size} heads, rank {self.rank} of {self.tp_size} has "
-                        f"{sum(stop - start for start, stop in held)} of {where.size}",
-                        because="a cache holds this rank's heads, or those of the whole model",
-                        try_="start with an empty cache, and pass on what the model returned",
-                    )
-                )
-            call.leaves[index] = take(leaf, where.dim, held)
 
     def read(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call in its normal form, with this rank's part of caches."""
@@ -224,7 +105,7 @@ class TensorParallel(Whole, Block):
             self._signatures[entry] = signature
         call = read(entry, *normal_call(signature, args, kwargs))
         if call.places and self.tp_size > 1:
-            self._own_heads(call)
+            own_heads(call, self.cache_layout, self.rank)
         return call
 
     def capture_for(
@@ -259,26 +140,6 @@ class TensorParallel(Whole, Block):
                 try_="tensors instead of numbers, or raise tp_model.max_captures",
             )
         )
-
-    def compare_inputs(self, leaves: Sequence[Any], signature: Signature) -> None:
-        """Raise GroupError on every rank if the ranks were given different inputs.
-
-        Done on every call while `debug` is true (set by AUTOTP_DEBUG=1): it costs an exchange.
-        """
-        if self._tp_group is None or self._tp_group.size == 1:
-            return
-        every = self._tp_group.all_gather_object([_summary(leaf) for leaf in leaves])
-        for index, name in enumerate(signature.inputs):
-            found = [summaries[index] if index < len(summaries) else "" for summaries in every]
-            if len(set(found)) > 1:
-                raise GroupError(
-                    message(
-                        f"the ranks were given different {name.removeprefix('kwargs_')}",
-                        values="; ".join(f"rank {r}: {text}" for r, text in enumerate(found[:8])),
-                        because="the ranks of a tensor-parallel group compute one batch together",
-                        try_="seed the data loader alike within a group, or broadcast the batch",
-                    )
-                )
 
     def register(self, call: Call, capture: Capture, seconds: float = 0.0) -> Capture:
         """Have a capture serve calls of this form."""
@@ -346,20 +207,3 @@ class TensorParallel(Whole, Block):
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin
-
-
-def _resized(leaf: Any, where: LocalOutput | None) -> Any:
-    """A tensor on meta with all heads, if it has this rank's."""
-    if where is None:
-        return leaf
-    sizes = [where.size if i == where.dim else n for i, n in enumerate(leaf.shape)]
-    return torch.empty(sizes, dtype=leaf.dtype, device="meta")
-
-
-def _summary(leaf: Any) -> str:
-    """Shape, dtype and a checksum of an input: equal for equal inputs."""
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    data = leaf.detach().cpu().contiguous()
-    digest = hashlib.sha256(data.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-    return f"{[*leaf.shape]} {str(leaf.dtype).removeprefix('torch.')} {digest}"

@@ -59,16 +59,17 @@ def _static(model: Any, tp: Any) -> list[str]:
     return texts
 
 
-def _unlike(tp: Any, rank: int) -> str:
+def _unlike(tp: Any, rank: int) -> list[str]:
     """What ranks say that were given different batches."""
     tp.debug = True
     try:
         tokens = prompt()["input_ids"]
-        text = _raised(lambda: tp(tokens[: rank + 1]))
+        texts = [_raised(lambda: tp(tokens[: rank + 1]))]
     finally:
         tp.debug = False
     dist.barrier()
-    return text
+    texts.append(_raised(lambda: tp.generate(input_ids=tokens + rank, max_new_tokens=2)))
+    return texts
 
 
 def _raised(call: Any) -> str:
@@ -101,4 +102,6 @@ def test_two_ranks_write_the_text_of_the_original() -> None:
     for found in ranks:
         assert found["static"][0] == found["static"][1] and "index" in found["static"][0]
         assert found["long"].startswith("IndexError: index out of range") and found["after"]
-        assert found["unlike"].startswith("GroupError: the ranks were given different input_ids")
+        calls, generated = found["unlike"]
+        assert calls.startswith("GroupError: the ranks were given different input_ids")
+        assert generated.startswith("GroupError: the ranks were given different 0\n")
