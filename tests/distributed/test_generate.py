@@ -104,4 +104,4 @@ def test_two_ranks_write_the_text_of_the_original() -> None:
         assert found["long"].startswith("IndexError: index out of range") and found["after"]
         calls, generated = found["unlike"]
         assert calls.startswith("GroupError: the ranks were given different input_ids")
-        assert generated.startswith("GroupError: the ranks were given different 0\n")
+        assert generated.startswith("GroupError: the ranks were given different input_ids")
