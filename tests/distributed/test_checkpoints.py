@@ -175,12 +175,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return run(works, 2, folder, timeout=400)
+    return run(works, 2, folder, timeout=600)
 
 
 @pytest.fixture(scope="module")
 def three(folder: Path, two: Any) -> list[dict[str, Any]]:
-    return run(works, 3, folder, timeout=400)
+    return run(works, 3, folder, timeout=600)
 
 
 @pytest.mark.dist
