@@ -23,8 +23,10 @@ from passes.infer import infer
 from passes.insert import insert
 from passes.localize import localize
 from passes.match import match
+from passes.merge import merge
 from passes.normalize import normalize
 from passes.part import part
+from passes.unmask import unmask
 
 
 def make_plan(
@@ -39,7 +41,7 @@ def make_plan(
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
     names the submodule that is called, if it is not the model itself."""
-    program = normalize(capture(skeleton, args, kwargs, entry))
+    program = unmask(normalize(capture(skeleton, args, kwargs, entry)))
     inferred = infer(program)
     pairs = match(program, inferred)
     name = type(skeleton).__name__
@@ -50,7 +52,7 @@ def make_plan(
         inferred = infer(program)
         pairs = match(program, inferred)
         plan = choose(program, inferred, pairs, tp=tp, model=name, layout=layout)
-    sharded, counts = insert(program, inferred, plan, logits=logits)
+    sharded, counts = merge(*insert(program, inferred, plan, logits=logits))
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 
 

@@ -73,3 +73,11 @@ def _monomial(expr: Any) -> Size:
         else:
             symbols.append(str(factor))
     return (coefficient, tuple(sorted(symbols)))
+
+
+def constant(size: int | torch.SymInt) -> int | None:
+    """The value of a size that is the same for every batch and length; None if it is not."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr.expand()
+    return int(expression) if expression.is_number else None

@@ -357,9 +357,8 @@ class _Rebuild:
             return
         if node in self._new:  # a result of a nested graph that was written out
             return
-        if _takes_all(node) or (
-            node.target in _CONVERSIONS and not self._autocast and _changes_nothing(node)
-        ):
+        converts = node.target in _CONVERSIONS and not self._autocast and _changes_nothing(node)
+        if converts or _takes_all(node) or _drops_nothing(node):
             self._new[node] = self._map(node.args[0], node)
         elif node.target in _REGIONS:
             self._region(node, module)
@@ -438,6 +437,14 @@ def _takes_all(node: Node) -> bool:
     match node.target, node.args:
         case torch.ops.aten.slice.Tensor, (_, _, 0 | None, sys.maxsize):
             return True
+    return False
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether a dropout is off: it returns its operand."""
+    match node.target, node.args:
+        case torch.ops.aten.dropout.default, (_, p, train):
+            return not train or p == 0
     return False
 
 

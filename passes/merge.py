@@ -1,0 +1,123 @@
+"""Partial sums that are added share one all-reduce.
+
+before  %g1 : reduce_from_region(%attention)      two branches beside each other
+        %g2 : reduce_from_region(%mlp)
+        %y : add(add(%g1, %g2), %x)
+after   %p : add(%attention, %mlp)
+        %g : reduce_from_region(%p)
+        %y : add(%g, %x)
+
+The sum over ranks of a sum is the sum of the sums. Only sums are looked through, and only where
+nothing else reads a branch: a partial value never meets an operator that is not linear. Models with
+parallel attention and MLP, or with shared beside routed experts, issue one all-reduce less a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autotp import sizes
+from autotp.planning import Collectives
+from autotp.program import Program
+from autotp.runtime.collectives import reduce_from_region
+
+aten = torch.ops.aten
+
+
+def merge(program: Program, counts: Collectives) -> tuple[Program, Collectives]:
+    """The program with fewer all-reduces, and how many it issues."""
+    graph, new = Graph(), dict[Node, Node]()
+    output = graph.graph_copy(program.graph, new)
+    for old, made in new.items():
+        made.meta = dict(old.meta)
+    graph.output(output)
+    saved = sum(_merge(graph, node) for node in reversed(list(graph.nodes)) if _is_root(node))
+    if not saved:
+        return program, counts
+    note = f"{saved} all-reduces were merged with others"
+    merged = replace(program, graph=graph, provenance=(*program.provenance, note))
+    return merged, replace(counts, forward=counts.forward - saved)
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether a node adds two tensors, and nothing else."""
+    return (
+        isinstance(node, Node)
+        and node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(arg, Node) and _is_tensor(arg) for arg in node.args)
+    )
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_root(node: Node) -> bool:
+    """Whether a node is a sum that is not an operand of another one alone."""
+    return _is_sum(node) and not (len(node.users) == 1 and all(map(_is_sum, node.users)))
+
+
+def _terms(node: Node) -> list[Node]:
+    """What a sum adds, looking through sums that it alone reads."""
+    found: list[Node] = []
+    for arg in node.args:
+        assert isinstance(arg, Node)
+        alone = len(arg.users) == 1 and _is_sum(arg)
+        found += _terms(arg) if alone else [arg]
+    return found
+
+
+def _merge(graph: Graph, root: Node) -> int:
+    """Give the partial sums among the terms of a sum one all-reduce; how many that saves."""
+    terms = _terms(root)
+    merged = [term for term in terms if _is_partial(term, root)]
+    if len(merged) < 2 or len(set(merged)) < len(merged):
+        return 0
+    with graph.inserting_before(root):
+        total = merged[0].args[0]
+        assert isinstance(total, Node)
+        first = total
+        for term in merged[1:]:
+            total = _add(graph, total, term.args[0], root, first)
+        whole = graph.call_function(reduce_from_region, (total,))
+        whole.name = f"g_{root.name}"
+        whole.meta = {**root.meta, "placement": "I"}
+        rest = [term for term in terms if term not in merged]
+        last = whole
+        for term in rest:
+            last = _add(graph, last, term, root, root)
+    last.meta["source"] = root.meta.get("source", root.name)
+    root.replace_all_uses_with(last)
+    _erase(graph, root)
+    return len(merged) - 1
+
+
+def _is_partial(term: Node, root: Node) -> bool:
+    """Whether a term is an all-reduced partial sum of the sum's own shape that nothing else
+    reads."""
+    if term.target is not reduce_from_region or len(term.users) > 1:
+        return False
+    mine, whole = term.meta["val"], root.meta["val"]
+    return mine.dtype == whole.dtype and sizes.shape_of(mine) == sizes.shape_of(whole)
+
+
+def _add(graph: Graph, a: Any, b: Any, root: Node, like: Node) -> Node:
+    made = graph.call_function(aten.add.Tensor, (a, b))
+    made.meta = dict(like.meta)
+    made.meta.update((key, root.meta[key]) for key in ("calls", "stack_trace") if key in root.meta)
+    made.meta.pop("source", None)
+    return made
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """Remove a node and what only it read, down to the partial sums."""
+    operands = [arg for arg in node.args if isinstance(arg, Node)]
+    graph.erase_node(node)
+    for arg in operands:
+        if not arg.users and (_is_sum(arg) or arg.target is reduce_from_region):
+            _erase(graph, arg)
