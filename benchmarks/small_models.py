@@ -41,6 +41,7 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"n_head_kv", KV_HEADS),
     (r"index_n_heads", HEADS),
     (r"index_topk", 4),
+    (r"mamba_d_state|ssm_state_size|state_size", 8),
     (
         r"(num_|n_|encoder_|decoder_|.*_num_)?(attention_)?(heads?|n_heads?)|num_attention_heads",
         HEADS,
@@ -87,6 +88,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH},
+    "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": HEADS, "mamba_d_head": 16},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": _GLOBAL_AND_LOCAL,
@@ -217,7 +220,11 @@ def salted(model: nn.Module) -> nn.Module:
             if parameter.dim() > 1:
                 parameter.copy_(0.1 * noise)
             else:
-                parameter.copy_((1 if name.endswith("weight") else 0) + 0.3 * noise)
+                first = float(parameter.flatten()[0])
+                if first and bool((parameter == first).all()):  # a scale, of a size that matters
+                    parameter.copy_(first * (1 + 0.3 * noise))
+                else:
+                    parameter.copy_((1 if name.endswith("weight") else 0) + 0.3 * noise)
     return model
 
 
@@ -317,6 +324,8 @@ def example_call(model: nn.Module) -> dict[str, Any]:
         call["labels"] = call["input_ids"].clone()
         if getattr(config, "is_encoder_decoder", False):
             call["labels"] = tokens(2, 5)
+        if codebooks:
+            call["labels"] = tokens(2, 7, codebooks)
     if "use_cache" in accepted:
         call["use_cache"] = False
     return call
