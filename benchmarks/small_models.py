@@ -72,6 +72,7 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"image_size", 16),
     (r"patch_size", 8),
 )
+IMAGES = ("git",)  # language models that take no call without an image
 LAYER_COUNT = r"num_hidden_layers|n_layers?|num_layers|num_blocks"
 # per type: what the names do not tell
 _GLOBAL_AND_LOCAL = ["sliding_attention", "full_attention"] * 2
@@ -87,7 +88,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH},
+    "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": HEADS, "mamba_d_head": 16},
     "gemma3n_text": {
@@ -315,6 +316,8 @@ def example_call(model: nn.Module) -> dict[str, Any]:
             call["input_values"] = torch.randn(2, 2000, generator=generator)
         case _:
             call["input_ids"] = tokens(2, 7)
+    if config.model_type in IMAGES:
+        call["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
     if "pixel_values" in accepted and "return_loss" in accepted:  # pairs of image and text
         call["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
         call["return_loss"] = True
