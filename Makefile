@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint coverage clean
 
 demo: $(VENV)/hf
 	$(BIN)/python examples/gpt2.py
@@ -24,6 +24,10 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# every type that the installed transformers has: hours, and goes on where it stopped
+coverage: $(VENV)/hf
+	$(BIN)/python benchmarks/coverage.py --jobs 2 --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info

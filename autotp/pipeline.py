@@ -19,7 +19,7 @@ from passes.capture import capture
 from passes.check import check
 from passes.choose import choose
 from passes.emit import Emitted, emit
-from passes.infer import infer
+from passes.infer import Inferred, infer
 from passes.insert import insert
 from passes.localize import localize
 from passes.match import match
@@ -42,18 +42,28 @@ def make_plan(
     """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
     names the submodule that is called, if it is not the model itself."""
     program = unmask(normalize(capture(skeleton, args, kwargs, entry)))
-    inferred = infer(program)
-    pairs = match(program, inferred)
     name = type(skeleton).__name__
-    plan = choose(program, inferred, pairs, tp=tp, model=name, layout=layout)
+    return plan_of(program, tp=tp, model=name, layout=layout, logits=logits)
+
+
+def plan_of(
+    program: Program, *, tp: int, model: str, layout: Plan | None = None, logits: str = "auto"
+) -> Plan:
+    """A captured program becomes a plan. Where much of it would be whole, it is decided again with
+    inputs taken in parts."""
+    inferred, plan = _decided(program, tp, model, layout)
     parted = part(program, inferred, plan, layout)
     if parted is not program:
         program = parted
-        inferred = infer(program)
-        pairs = match(program, inferred)
-        plan = choose(program, inferred, pairs, tp=tp, model=name, layout=layout)
+        inferred, plan = _decided(program, tp, model, layout)
     sharded, counts = merge(*insert(program, inferred, plan, logits=logits))
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
+
+
+def _decided(program: Program, tp: int, model: str, layout: Plan | None) -> tuple[Inferred, Plan]:
+    inferred = infer(program)
+    pairs = match(program, inferred)
+    return inferred, choose(program, inferred, pairs, tp=tp, model=model, layout=layout)
 
 
 def rank_program(plan: Plan, rank: int, *, shapes: bool = False) -> Program:
@@ -75,4 +85,4 @@ def emit_rank(plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str
     return emit(rank_program(plan, rank), first=first, same=same)
 
 
-__all__ = ["emit_rank", "make_plan", "rank_graph", "rank_program"]
+__all__ = ["emit_rank", "make_plan", "plan_of", "rank_graph", "rank_program"]

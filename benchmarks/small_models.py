@@ -39,6 +39,9 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"vocab_size.*|.*_vocab_size|decoder_vocab_size|n_words", VOCABULARY),
     (r"(num_key_value|num_kv|multi_query_group|num_attention_kv|n_kv).*(heads|groups)?", KV_HEADS),
     (r"n_head_kv", KV_HEADS),
+    (r"index_n_heads", HEADS),
+    (r"index_topk", 4),
+    (r"mamba_d_state|ssm_state_size|state_size", 8),
     (
         r"(num_|n_|encoder_|decoder_|.*_num_)?(attention_)?(heads?|n_heads?)|num_attention_heads",
         HEADS,
@@ -69,9 +72,84 @@ PATTERNS: tuple[tuple[str, int], ...] = (
     (r"image_size", 16),
     (r"patch_size", 8),
 )
+IMAGES = ("git",)  # language models that take no call without an image
 LAYER_COUNT = r"num_hidden_layers|n_layers?|num_layers|num_blocks"
 # per type: what the names do not tell
+_GLOBAL_AND_LOCAL = ["sliding_attention", "full_attention"] * 2
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 2, "n_group": 2, "topk_group": 1},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
+    "blt_local_encoder": {"hidden_size_global": WIDTH},
+    "blt_local_decoder": {"hidden_size_global": WIDTH},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+    "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": HEADS, "mamba_d_head": 16},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": _GLOBAL_AND_LOCAL,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "intermediate_size": [INNER] * 4,
+        "hidden_size_per_layer_input": 12,
+        "laurel_rank": 8,
+    },
+    **{
+        kind: {
+            "num_hidden_layers": 4,
+            "layer_types": _GLOBAL_AND_LOCAL,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 12,
+        }
+        for kind in ("gemma4_text", "gemma4_unified_text")
+    },
+    "hunyuan_v1_dense": {"head_dim": SIZE},
+    "hunyuan_v1_moe": {"head_dim": SIZE},
+    "ministral": {"head_dim": SIZE},
+    **{
+        kind: {
+            "num_key_value_heads": KV_HEADS,
+            "swa_num_attention_heads": HEADS,
+            "swa_num_key_value_heads": KV_HEADS,
+            "swa_head_dim": SIZE,
+            "sliding_window_size": 4,
+        }
+        for kind in ("inkling_text", "inkling2_text", "inkling2_loop_text")
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": HEADS,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": SIZE,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "reformer": {
+        "axial_pos_embds_dim": (16, 32),
+        "axial_pos_shape": (8, 8),
+        "attn_layers": ["local", "lsh"],
+        "num_buckets": 2,
+    },
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * SIZE,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "n_mamba_heads": HEADS,
+        "mamba_headdim": 16,
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * SIZE,
+    },
     "bamba": {"mamba_n_heads": HEADS, "mamba_d_head": 16, "attn_layer_indices": [1]},
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -79,11 +157,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_key_value_heads": HEADS, "num_experts_per_tok": 2},
     "diffllama": {"num_key_value_heads": 2},
-    "dory": {
+    "dory": {  # its to_dict counts attention and MLP as layers of their own
         "n_input_layers": 1,
         "n_recurrent_layers": 1,
         "n_output_layers": 1,
         "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "granitemoehybrid": {
@@ -142,7 +221,11 @@ def salted(model: nn.Module) -> nn.Module:
             if parameter.dim() > 1:
                 parameter.copy_(0.1 * noise)
             else:
-                parameter.copy_((1 if name.endswith("weight") else 0) + 0.3 * noise)
+                first = float(parameter.flatten()[0])
+                if first and bool((parameter == first).all()):  # a scale, of a size that matters
+                    parameter.copy_(first * (1 + 0.3 * noise))
+                else:
+                    parameter.copy_((1 if name.endswith("weight") else 0) + 0.3 * noise)
     return model
 
 
@@ -233,13 +316,19 @@ def example_call(model: nn.Module) -> dict[str, Any]:
             call["input_values"] = torch.randn(2, 2000, generator=generator)
         case _:
             call["input_ids"] = tokens(2, 7)
+    if config.model_type in IMAGES:
+        call["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
     if "pixel_values" in accepted and "return_loss" in accepted:  # pairs of image and text
         call["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
         call["return_loss"] = True
+    if codebooks := getattr(getattr(config, "decoder", config), "num_codebooks", 0):
+        call["input_ids"] = tokens(2 * codebooks, 7)
     if "labels" in accepted and "input_ids" in call:
         call["labels"] = call["input_ids"].clone()
         if getattr(config, "is_encoder_decoder", False):
             call["labels"] = tokens(2, 5)
+        if codebooks:
+            call["labels"] = tokens(2, 7, codebooks)
     if "use_cache" in accepted:
         call["use_cache"] = False
     return call

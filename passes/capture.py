@@ -444,7 +444,7 @@ def _drops_nothing(node: Node) -> bool:
     """Whether a dropout is off: it returns its operand."""
     match node.target, node.args:
         case torch.ops.aten.dropout.default, (_, p, train):
-            return not train or p == 0
+            return not train or bool(p == 0)
     return False
 
 

@@ -66,15 +66,17 @@ def choose(
     weight = {pair.axis: _bytes(program, values[pair.axis]) for pair in pairs}
     shares: dict[str, tuple[int, ...]] = {}
     refused: dict[str, str] = {}
-    for pair in sorted(pairs, key=lambda p: _order(layout, p, weight)):
-        reason = _refusal(pair, tp, shares, values, inferred.entered)
-        if pair.axis in split_rows:
-            reason = "rows are looked up by position, and it is only a part of the position"
-        if reason:
-            refused[pair.axis] = reason
-        elif tp > 1:
-            shares[pair.axis] = balanced(pair.units, tp)
-    _drop_mixed(shares, refused, values)
+    ordered = sorted(pairs, key=lambda p: _order(layout, p, weight))
+    for last in (False, True):  # inputs are taken in parts where no other axis is left
+        for pair in (pair for pair in ordered if (pair.kind == "input") == last):
+            reason = _refusal(pair, tp, shares, values, inferred.entered)
+            if pair.axis in split_rows:
+                reason = "rows are looked up by position, and it is only a part of the position"
+            if reason:
+                refused[pair.axis] = reason
+            elif tp > 1:
+                shares[pair.axis] = balanced(pair.units, tp)
+        _drop_mixed(shares, refused, values)
     if layout is not None:
         _drop_unlike(program, inferred, shares, refused, layout)
     taken = [pair for pair in pairs if pair.axis in shares]
@@ -95,8 +97,8 @@ def choose(
 
 
 def _order(layout: Plan | None, pair: GemmPair, weight: Mapping[str, int]) -> tuple[Any, ...]:
-    """What an earlier capture split comes first, inputs in parts last, large ones first."""
-    return not _is_split_in(layout, pair), pair.kind == "input", -weight[pair.axis]
+    """What an earlier capture split comes first, then large ones."""
+    return not _is_split_in(layout, pair), -weight[pair.axis]
 
 
 def _is_split_in(layout: Plan | None, pair: GemmPair) -> bool:

@@ -27,7 +27,7 @@ from autotp.rules.border import parted
 from passes.infer import Inferred
 
 ENOUGH = 0.95
-FEWEST = 1024
+FEWEST = 512
 KIND = "input"  # of the axes that begin at a `parted`
 
 aten = torch.ops.aten

@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from autotp import pytree
 from autotp.api import _call
 from autotp.build import build
+from autotp.pipeline import plan_of
 from autotp.planning import Plan
 from autotp.runtime.group import Group
 from autotp.runtime.lockstep import Lockstep
 from autotp.skeleton import skeleton_of
 from passes.capture import capture
-from passes.choose import choose
-from passes.infer import infer
-from passes.insert import insert
-from passes.match import match
 from passes.normalize import normalize
 from tests.models import refill as refill
 
@@ -35,13 +32,9 @@ def parallels(model: nn.Module, tps: Sequence[int], example: Any) -> list[Lockst
     skeleton = skeleton_of(model)
     call = _call(skeleton, example)
     program = normalize(capture(skeleton, *call))
-    inferred = infer(program)
-    pairs = match(program, inferred)
     made = []
     for tp in tps:
-        plan = choose(program, inferred, pairs, tp=tp, model=type(model).__name__)
-        inserted, counts = insert(program, inferred, plan)
-        plan = plan.with_stages([("captured", program), ("inserted", inserted)], counts)
+        plan = plan_of(program, tp=tp, model=type(model).__name__)
         ranks = [build(model, skeleton, plan, group, call) for group in Group.in_process(tp)]
         made.append(Lockstep(ranks))
     return made

@@ -160,6 +160,30 @@ class SlopedAttention(Attention):
         return attend(q, k, v, slopes[:, None, None] * distance)
 
 
+class JoinedSlopes(Attention):
+    """The same, joined of two series (ALiBi for a number of heads that is no power of two)."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2], device=q.device)
+        base = torch.tensor(0.5, dtype=q.dtype, device=q.device)
+        one = torch.pow(base, torch.arange(1, 5, device=q.device))
+        other = torch.pow(base, torch.arange(1, 2 * (HEADS - 4), 2, device=q.device))
+        slopes = torch.cat([one, other])
+        return attend(q, k, v, slopes[:, None, None] * (places[:, None] - places).abs())
+
+
+class WideNormBetween(nn.Module):
+    """Two large products that no pair splits."""
+
+    def __init__(self, inner: int = 60) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, inner), nn.LayerNorm(inner)
+        self.down = nn.Linear(inner, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
 class BufferedSlopes(Attention):
     """A constant of each head, held in a buffer."""
 

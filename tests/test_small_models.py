@@ -32,6 +32,7 @@ PAIRED: dict[str, Callable[[], nn.Module]] = {
     "attention written out": small.EagerAttention,
     "normalized q and k": small.NormedAttention,
     "slopes by counting": small.SlopedAttention,
+    "slopes joined of two series": small.JoinedSlopes,
     "slopes in a buffer": small.BufferedSlopes,
     "relative bias table": small.RelativeBias,
     "bias shared by heads": small.SharedBias,
@@ -39,6 +40,7 @@ PAIRED: dict[str, Callable[[], nn.Module]] = {
     "grouped, expand": lambda: small.Grouped("expand"),
     "grouped, enable_gqa": lambda: small.Grouped("enable_gqa"),
     "low rank": small.LowRank,
+    "large products beside a norm": small.WideNormBetween,
     "plain list of modules": small.PlainList,
     "shared module": small.SharedBlock,
 }
