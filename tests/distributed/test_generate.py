@@ -56,6 +56,8 @@ def _static(model: Any, tp: Any) -> list[str]:
         with torch.no_grad():
             each(prompt()["input_ids"], cache=cache)
             texts.append(_raised(lambda each=each, cache=cache: each(**prompt(), cache=cache)))
+            heads = cache.layers[0].keys.shape[1]
+            assert heads == HEADS["llama"] // (2 if each is tp else 1), "of the rank alone"
     return texts
 
 
