@@ -116,7 +116,7 @@ class TensorParallel(Whole, Face, Block):
         for serves, capture in self._captures.get(self._key(call), ()):
             if serves(call.leaves):
                 return capture, call
-        self._limit_captures(call)
+        self._limit_captures()
         begun = time.perf_counter()
         capture = self._builder(self, call)
         if call.places:
@@ -126,7 +126,7 @@ class TensorParallel(Whole, Face, Block):
             log.info("captured a further call form of %s: %s", self._kind, capture)
         return capture, call
 
-    def _limit_captures(self, call: Call) -> None:
+    def _limit_captures(self) -> None:
         """Raise AutoTPError, on all ranks alike, if there are too many call forms."""
         made = self.captures
         if len(made) < self.max_captures:
