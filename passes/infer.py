@@ -82,12 +82,14 @@ def _counted(program: Program) -> set[Node]:
 
 
 def _is_number(program: Program, node: Node) -> bool:
+    """Whether a value is one number that no input and no parameter takes part in."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+    if not isinstance(value, torch.Tensor) or value.dim() != 0 or node.op == "placeholder":
         return False
     if node.op == "get_attr":
         return program.tensors[str(node.target)].kind == "constant"
-    return rule_for(node) is creation.create
+    operands = [n for n in node.all_input_nodes if n.target is not getattr]
+    return all(_is_number(program, n) for n in operands)
 
 
 def _is_fixed(node: Node) -> bool:
