@@ -27,7 +27,8 @@ import torch
 from coverage_table import table
 from small_models import configuration_of, example_call, small_model, types
 from torch import nn
-from work import split_share
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from work import split_share, whole_products
 
 import autotp
 from autotp import pipeline
@@ -139,6 +140,7 @@ def _split(plan: Plan) -> dict[str, Any]:
     ]
     return {
         "work": split_share(plan),
+        "whole": whole_products(plan),
         "gemm_share": _share(split & gemms, {n: s for n, s in sizes.items() if n in gemms}),
         "share": _share(split & set(whole), whole),
         "axes": [[a.name, a.kind, a.units] for a in plan.axes],
@@ -216,7 +218,9 @@ def main() -> None:
             print(line(record), flush=True)
     if given.write:
         path = ROOT / "docs" / "coverage.md"
-        path.write_text(table(read(given.results)), encoding="utf-8")
+        path.write_text(
+            table(read(given.results), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

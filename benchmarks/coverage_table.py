@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _HEAD = """# Coverage
@@ -20,53 +21,51 @@ table says why.
 """
 
 
-def table(records: Mapping[str, dict[str, Any]]) -> str:
-    """All of docs/coverage.md."""
+def table(records: Mapping[str, dict[str, Any]], causal: Collection[str]) -> str:
+    """All of docs/coverage.md; `causal` are the types of causal language models."""
     import transformers
 
     done = {name: r for name, r in sorted(records.items()) if r["stage"] == "done"}
     others = {name: r for name, r in sorted(records.items()) if r["stage"] != "done"}
-    text = _HEAD.format(version=transformers.__version__) + _totals(records, done)
+    text = _HEAD.format(version=transformers.__version__) + _totals(records, causal)
     text += "\n## Types that ran\n\n"
     text += (
         "| type | class | exact at tp=2 | exact at tp=3 | work split | parameters split | tp_plan |"
     )
     text += " whole GEMM weights, and why |\n|---|---|---|---|---|---|---|---|\n"
     text += "".join(_row(name, r) for name, r in done.items())
+    text += (
+        "\n## Types with less than 95 % of the work split\n\nProducts that every rank repeats.\n\n"
+    )
+    text += "| type | split | repeated |\n|---|---|---|\n"
+    text += "".join(_low(name, r) for name, r in done.items() if _work(r) < 0.95)
     text += "\n## Types that did not run\n\n| type | at | why |\n|---|---|---|\n"
     text += "".join(f"| {name} | {r['stage']} | {_cell(_why(r))} |\n" for name, r in others.items())
     return text + _rules(done)
 
 
-def _totals(records: Mapping[str, Any], done: Mapping[str, Any]) -> str:
+def _totals(records: Mapping[str, dict[str, Any]], causal: Collection[str]) -> str:
+    counts = [_counts(records), _counts({k: r for k, r in records.items() if k in causal})]
+    rows = (f"| {what} | {n} | {counts[1][what]} |\n" for what, n in counts[0].items())
+    return "| | all | causal language models |\n|---|---|---|\n" + "".join(rows)
+
+
+def _counts(records: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+    done = [r for r in records.values() if r["stage"] == "done"]
     stages = Counter(r["stage"].split(" ")[0] for r in records.values())
-    exact = [r for r in done.values() if r["tp2"]["ok"] and r["tp3"]["ok"]]
-    most = [r for r in exact if _work(r) >= 0.95]
-    rows = [
-        ("types tried", len(records)),
-        (
-            "no small configuration could be made or run",
-            stages["configuration"] + stages["original"],
-        ),
-        ("refused by `torch.export`", stages["capture"]),
-        (
-            "no result (error or time)",
-            sum(stages.values())
-            - len(done)
-            - stages["configuration"]
-            - stages["original"]
-            - stages["capture"],
-        ),
-        ("ran", len(done)),
-        ("exact at tp=2 and tp=3", len(exact)),
-        ("of these with 95 % of the work split", len(most)),
-        (
-            "of those that ran, with a tp_plan in transformers",
-            sum(r["tp_plan"] for r in done.values()),
-        ),
-        ("wrong", len(done) - len(exact)),
-    ]
-    return "| | number |\n|---|---|\n" + "".join(f"| {what} | {n} |\n" for what, n in rows)
+    exact = [r for r in done if r["tp2"]["ok"] and r["tp3"]["ok"]]
+    small = stages["configuration"] + stages["original"]
+    return {
+        "types tried": len(records),
+        "transformers has a tp_plan": sum(r["tp_plan"] for r in records.values()),
+        "no small configuration could be made or run": small,
+        "refused by `torch.export`": stages["capture"],
+        "no result (error or time)": len(records) - len(done) - small - stages["capture"],
+        "ran": len(done),
+        "exact at tp=2 and tp=3": len(exact),
+        "wrong": len(done) - len(exact),
+        "exact, and 95 % of the work split": sum(_work(r) >= 0.95 for r in exact),
+    }
 
 
 def _row(name: str, record: Mapping[str, Any]) -> str:
@@ -89,6 +88,11 @@ def _row(name: str, record: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def _low(name: str, record: Mapping[str, Any]) -> str:
+    worst = min((record["tp2"], record["tp3"]), key=lambda found: float(found["work"]))
+    return f"| {name} | {worst['work']:.1%} | {_cell('; '.join(worst['whole']))} |\n"
+
+
 def _work(record: Mapping[str, Any]) -> float:
     return min(record[f"tp{tp}"]["work"] for tp in (2, 3))
 
@@ -104,8 +108,9 @@ def _pattern(name: str) -> str:
 def _why(record: Mapping[str, Any]) -> str:
     """The message, and for a refusal its line on the cause."""
     lines = [line.strip() for line in str(record.get("error", "")).splitlines() if line.strip()]
-    values = [line for line in lines[1:3] if line.startswith(("values", "because"))]
-    return "; ".join([*lines[:1], *values])[:300]
+    said = [line for line in lines[1:3] if not line.startswith("try")]
+    text = "; ".join([*lines[:1], *said])
+    return re.sub(r"\S*/site-packages/", "", text)[:300]
 
 
 def _cell(text: str) -> str:

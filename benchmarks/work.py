@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from autotp import sizes
+from autotp.placement import locate
 from autotp.planning import Plan
 from autotp.rules import matmul, reduction, rule_for
 
@@ -29,6 +31,18 @@ def split_share(plan: Plan) -> float:
             total += count
             split += count * (node.meta["placement"][0] in "SP")
     return round(split / total, 4) if total else 0.0
+
+
+def whole_products(plan: Plan) -> list[str]:
+    """The products of 1 % of the work and more that every rank repeats, with their source lines."""
+    counts: Counter[str] = Counter()
+    total = 0
+    for node in plan.program().graph.nodes:
+        if rule_for(node) in PRODUCTS and not _is_router(node):
+            total += multiplications(node)
+            if node.meta["placement"][0] not in "SP":
+                counts[f"{_name(node)} ({locate(node)})"] += multiplications(node)
+    return [f"{what} {n / total:.0%}" for what, n in counts.most_common() if n >= 0.01 * total]
 
 
 def multiplications(node: Node) -> int:

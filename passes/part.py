@@ -26,8 +26,8 @@ from autotp.program import Program
 from autotp.rules.border import parted
 from passes.infer import Inferred
 
-ENOUGH = 0.95
-FEWEST = 512
+ENOUGH = 0.96
+FEWEST = 256
 KIND = "input"  # of the axes that begin at a `parted`
 
 aten = torch.ops.aten

@@ -53,12 +53,12 @@ TABLE = _table(
             cumsum flip linalg_vector_norm log_softmax logcumsumexp logsumexp max mean median min
             norm prod roll softmax sort std topk var""",
         elementwise.pointwise: """polar __and__ __or__ __xor__ __iand__ __ior__ copy_
-            floor_divide masked_fill masked_fill_ where""",
+            floor_divide log_sigmoid masked_fill masked_fill_ where""",
         elementwise.pairs: "view_as_complex view_as_real",
         elementwise.prelu: "prelu",
         reductions.total: "sum",
         reductions.triangle: "tril triu",
-        views.cat: "cat concat",
+        views.cat: "cat concat concatenate",
         views.drop: "select unbind",
         views.expand: "expand expand_as broadcast_to",
         views.pad: "pad constant_pad_nd",

@@ -60,7 +60,7 @@ RULES: dict[str, Rule] = _table(
             dropout empty_like full_like lift_fresh_copy native_dropout ones_like rand_like
             randn_like to type_as zeros_like""",
         pointwise.pointwise: """polar __and__ __or__ __xor__ __iand__ __ior__ copy_ floor_divide
-            masked_fill masked_fill_ where""",
+            log_sigmoid masked_fill masked_fill_ where""",
         pointwise.prelu: "prelu",
         reduction.along: """cumprod cumsum flip log_softmax roll softmax _softmax _log_softmax
             logcumsumexp""",
@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = _table(
         view.as_complex: "view_as_complex",
         view.as_real: "view_as_real",
         view.adjoint: "mT adjoint matrix_H",
-        view.cat: "cat concat",
+        view.cat: "cat concat concatenate",
         view.expand: "expand expand_as broadcast_to",
         view.pad: "pad constant_pad_nd",
         view.permute: "permute transpose t numpy_T swapaxes swapdims",

@@ -329,6 +329,10 @@ CASES: dict[str, list[Call]] = {
         lambda s: (aten.cat.default, [x(0), x(s[0], s[1]), x(s[0], s[1], seed=1)], -1),
     ],
     "concat": [lambda s: (aten.concat.default, [x(s[0], s[1]), x(s[2], s[1], seed=1)])],
+    "concatenate": [
+        lambda s: (aten.concatenate.default, [x(s[0], s[1]), x(s[0], s[2], seed=1)], 1)
+    ],
+    "log_sigmoid": [unary(aten.log_sigmoid.default)],
     "expand": [lambda s: (aten.expand.default, x(s[0], 1, s[2]), [s[3], -1, s[1], s[2]])],
     "expand_as": [lambda s: (aten.expand_as.default, x(s[0], 1), x(s[0], s[1]))],
     "broadcast_to": [lambda s: (aten.broadcast_to.default, x(1, s[1]), [s[0], s[1]])],
