@@ -225,7 +225,8 @@ def test_dropout_is_captured_as_the_model_stands(training: bool) -> None:
     model = Fn(lambda self, x: F.dropout(x @ self.w, 0.5, self.training), w=(WIDTH, 3))
     program = captured(model.train(training))
     assert program.training is training
-    assert [n.args[1:] for n in nodes(program.graph, "aten.dropout")] == [(0.5, training)]
+    found = [n.args[1:] for n in nodes(program.graph, "aten.dropout")]
+    assert found == ([(0.5, True)] if training else [])  # one that is off is its operand
 
 
 def test_the_model_is_as_it_was() -> None:
