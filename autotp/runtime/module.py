@@ -153,7 +153,7 @@ class TensorParallel(Whole, Face, Block):
                 )
             )
         mode = "training" if self.training else "evaluation"
-        if torch.is_autocast_enabled(self._device_type()):
+        if _autocast(self._device_type()):
             mode += " under autocast"
         form = described(call, capture.signature.inputs, mode)
         reason = difference(form, [other.form for other in self.captures])
@@ -165,7 +165,7 @@ class TensorParallel(Whole, Face, Block):
         one = next((p for p in self.parameters() if p.is_floating_point()), None)
         if one is None:
             return (self.training, *call.key)
-        autocast = torch.is_autocast_enabled(one.device.type)
+        autocast = _autocast(one.device.type)
         return (self.training, one.dtype, autocast, *call.key)
 
     def _device_type(self) -> str:
@@ -207,3 +207,8 @@ class TensorParallel(Whole, Face, Block):
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin
+
+
+def _autocast(device: str) -> bool:
+    """Whether autocast is on for a type of device; the meta device has none."""
+    return device != "meta" and torch.is_autocast_enabled(device)
