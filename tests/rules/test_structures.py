@@ -139,8 +139,14 @@ def test_fewer_key_heads_than_ranks_are_exact(heads: int, key_heads: int, tp: in
     k, v = (nn.Linear(WIDTH, SIZE * key_heads) for _ in range(2))
     q, out = nn.Linear(WIDTH, SIZE * heads), nn.Linear(SIZE * heads, WIDTH)
     plan = proved(Function(forward, q=q, k=k, v=v, out=out), values(2, 3, WIDTH), tp=tp)
-    grouped = heads // key_heads >= tp  # the queries of each key head are dealt out
-    assert split(plan) == ({"q.weight", "q.bias", "out.weight"} if grouped else set())
+    if heads // key_heads >= tp:  # the queries of each key head are dealt out
+        assert split(plan) == {"q.weight", "q.bias", "out.weight"}
+    else:  # no heads are split: the larger products take their inputs in parts
+        assert split(plan) == {"q.weight", "out.weight"}
+        assert [(axis.kind, axis.rows) for axis in plan.axes] == [
+            ("input", ("q.weight",)),
+            ("input", ("out.weight",)),
+        ]
 
 
 def test_a_new_tensor_of_batch_times_heads_is_made_at_its_local_size() -> None:
