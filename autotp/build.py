@@ -75,7 +75,7 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
     root.cache_layout.update(_cache_layout(program))
     number = len(root._tp_codes) - 1
     assemble = assembler(signature.out_spec)
-    return Capture(number, signature, program.training, 0.0, plan, program.outputs, assemble)
+    return Capture(number, signature, 0.0, plan, program.outputs, assemble)
 
 
 def _cache_layout(program: Program) -> dict[str, LocalOutput]:
@@ -97,7 +97,7 @@ def _local_signature(program: Program, rank: int) -> Signature:
     for name, where in program.inputs.items():
         index = signature.inputs.index(name)
         dims = list(sizes[index] or ())
-        dims[where.dim] = sum(stop - start for start, stop in where.ranges[rank])
+        dims[where.dim] = where.local_size(rank)
         sizes[index] = tuple(dims)
         read = f"sizes[{index}][{where.dim}]"
         conditions = [condition.replace(read, str(where.size)) for condition in conditions]

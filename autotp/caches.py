@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,12 +50,19 @@ class Given:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an object holds keys and values of earlier tokens."""
+    """Whether an object holds keys and values of earlier tokens, packed or not."""
+    if isinstance(value, Packed):
+        return True
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def pack(cache: Any) -> Packed:
-    """A cache as data. Raises CaptureError for an attribute that is neither tensor nor constant."""
+    """A cache as data; a packed one is that already.
+
+    Raises CaptureError for an attribute that is neither tensor nor constant.
+    """
+    if isinstance(cache, Packed):
+        return cache
     leaves: list[torch.Tensor] = []
     paths: list[str] = []
     tree = _pack(cache, "", leaves, paths)
@@ -69,12 +76,7 @@ def unpack(packed: Packed) -> Any:
 
 def pack_all(tree: Any) -> Any:
     """Nested data with every cache packed."""
-    return map_caches(lambda cache: cache if isinstance(cache, Packed) else pack(cache), tree)
-
-
-def map_caches(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Nested data with each cache, packed or not, replaced."""
-    return pytree.map_some(lambda v: isinstance(v, Packed) or is_cache(v), function, tree)
+    return pytree.map_some(is_cache, pack, tree)
 
 
 def unpack_all(tree: Any) -> tuple[Any, list[Any]]:

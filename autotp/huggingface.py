@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autotp.runtime.group import Group
+from autotp.runtime.random import generators, set_generators
 
 # What a pipeline or a trainer reads of a model and that says nothing about its weights.
 _FACTS = "base_model_prefix framework hf_device_map main_input_name name_or_path"
@@ -98,23 +99,10 @@ def same_draws(group: Group, device: torch.device) -> Iterator[None]:
     if group.size == 1:
         yield
         return
-    own = _generators(device)
-    _set_generators(device, group.broadcast_object(own))
+    own = generators(device)
+    set_generators(device, group.broadcast_object(own))
     try:
         yield
     finally:
         if group.rank:
-            _set_generators(device, own)
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_generators(device: torch.device, states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+            set_generators(device, own)

@@ -299,9 +299,7 @@ class _Insert:
         """A parameter that lies split and is needed whole."""
         dims = self._plan.by_name[str(node.target)].dims
         made.meta.update(dims=dims, placement=text(dims, self._shares))
-        at = next(i for i, dim in enumerate(dims) if is_sharded(dim, self._shares))
-        pieces = tuple(ranges(dims[at], self._shares, rank) for rank in range(self._plan.tp))
-        whole = self.graph.call_function(gather_from_region, (made, at, pieces))
+        whole = self.graph.call_function(gather_from_region, (made, *self._split_in(dims)))
         whole.meta = {**node.meta, "dims": self._dims[node], "placement": "I"}
         self.gathers += 1
         return whole
@@ -328,7 +326,10 @@ class _Insert:
         return made
 
     def _where(self, node: Node) -> tuple[int, tuple[Ranges, ...]]:
-        dims = self._dims[node]
+        return self._split_in(self._dims[node])
+
+    def _split_in(self, dims: Sequence[Dim]) -> tuple[int, tuple[Ranges, ...]]:
+        """The dim that is split, and the positions that each rank holds."""
         at = next(i for i, dim in enumerate(dims) if is_sharded(dim, self._shares))
         return at, tuple(ranges(dims[at], self._shares, rank) for rank in range(self._plan.tp))
 

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from autotp import sizes
 from autotp.program import Program
+from autotp.rules.context import argument
 from autotp.runtime.regions import SIDE_EFFECTS
 
 aten = torch.ops.aten
@@ -136,9 +137,8 @@ def _number(value: Any) -> Any:
 
 def _flag(node: Node, made: Node, known: dict[Node, Positions | Causal]) -> bool:
     """Change an attention whose mask a flag says; whether that was done."""
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    rest = (*node.args[4:], None, None)
-    causal = node.kwargs.get("is_causal", rest[1])
+    mask, dropout = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
+    causal = argument(node, 5, "is_causal", False)
     found = known.get(mask) if isinstance(mask, Node) else None
     if not isinstance(found, Causal) or causal:
         return False
@@ -150,8 +150,7 @@ def _flag(node: Node, made: Node, known: dict[Node, Positions | Causal]) -> bool
         causal = True
     else:
         return False
-    dropout = node.kwargs.get("dropout_p", rest[0])
     names = ("attn_mask", "dropout_p", "is_causal")
     made.kwargs = {k: v for k, v in made.kwargs.items() if k not in names}
-    made.args = (*made.args[:3], None, dropout or 0.0, causal)
+    made.args = (*made.args[:3], None, dropout, causal)
     return True

@@ -26,6 +26,7 @@ from autotp.checkpoint.planners import Held, Reader, Writer, stored_tensors, who
 from autotp.checkpoint.together import PATIENCE, Peers, together
 from autotp.checkpoint.whole import members_of
 from autotp.errors import AutoTPError, CheckpointError, message
+from autotp.runtime.random import generators, set_generators
 
 if TYPE_CHECKING:
     from autotp.runtime.module import TensorParallel
@@ -167,14 +168,9 @@ def _compare(held: Sequence[Held], stored: Any, model: str) -> None:
 def _random(members: Sequence[TensorParallel]) -> list[Held]:
     """The model's stream, and this process's generators."""
     first = members[0]
-    found = {
-        "random.model": torch.tensor(first.group.random_state(), dtype=torch.long),
-        f"random.cpu.{first.rank}": torch.get_rng_state(),
-    }
-    device = first.device
-    if device.type not in ("cpu", "meta"):
-        state = torch.get_device_module(device.type).get_rng_state(device)
-        found[f"random.{device.type}.{first.rank}"] = state
+    found = {"random.model": torch.tensor(first.group.random_state(), dtype=torch.long)}
+    for kind, state in generators(first.device).items():
+        found[f"random.{kind}.{first.rank}"] = state
     return [whole(name, tensor) for name, tensor in found.items()]
 
 
@@ -191,11 +187,8 @@ def _set_random(members: Sequence[TensorParallel], name: str, state: Tensor) -> 
         for member in members:
             seed, calls = state.tolist()
             member.group.set_random_state((seed, calls))
-    elif name.startswith("random.cpu."):
-        torch.set_rng_state(state)
     else:
-        device = members[0].device
-        torch.get_device_module(device.type).set_rng_state(state, device)
+        set_generators(members[0].device, {name.split(".")[1]: state})
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from autotp import pytree
-from autotp.caches import Packed, is_cache, pack
+from autotp.caches import is_cache, pack
 from autotp.program import Guards
 
 _PLAIN = (bool, int, float, str, type(None))
+_LEAVES = (Tensor, *_PLAIN)
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,30 @@ class Call:
 
 def read(entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Flatten a call. Caches are taken apart; the objects stay what they are."""
-    call = Call(entry, args, kwargs, [], None, [], [])
-    structure = (_walk(args, call), _walk(kwargs, call))
-    object.__setattr__(call, "structure", structure)
-    return call
+    leaves: list[Any] = []
+    caches: list[Any] = []
+    places: list[tuple[int, str]] = []
 
+    def walk(value: Any) -> Any:
+        if isinstance(value, _LEAVES):
+            leaves.append(value)
+            return None
+        if type(value) in (tuple, list):
+            return (type(value), *map(walk, value))
+        if type(value) is dict:
+            return (dict, *((name, walk(item)) for name, item in value.items()))
+        if is_cache(value):
+            packed = pack(value)
+            caches.append(value)
+            places.extend(enumerate(packed.form.paths, len(leaves)))
+            leaves.extend(packed.leaves)
+            return packed.form
+        found, spec = pytree.flatten(value)
+        leaves.extend(found)
+        return str(spec)
 
-def _walk(value: Any, call: Call) -> Any:
-    if isinstance(value, (Tensor, *_PLAIN)):
-        call.leaves.append(value)
-        return None
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return (type(value), *(_walk(item, call) for item in value))
-    if type(value) is dict:
-        return (dict, *((name, _walk(item, call)) for name, item in value.items()))
-    if isinstance(value, Packed) or is_cache(value):
-        packed = value if isinstance(value, Packed) else pack(value)
-        call.caches.append(value)
-        start = len(call.leaves)
-        call.places.extend((start + i, path) for i, path in enumerate(packed.form.paths))
-        call.leaves.extend(packed.leaves)
-        return packed.form
-    leaves, spec = pytree.flatten(value)
-    call.leaves.extend(leaves)
-    return str(spec)
+    structure = (walk(args), walk(kwargs))
+    return Call(entry, args, kwargs, leaves, structure, caches, places)
 
 
 def _key(leaf: Any) -> Any:

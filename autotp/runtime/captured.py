@@ -18,7 +18,6 @@ class Capture:
 
     number: int
     signature: Signature
-    training: bool
     seconds: float
     plan: Plan
     outputs: Mapping[int, LocalOutput]

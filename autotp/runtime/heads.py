@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from autotp.caches import Packed, map_caches, pack
+from autotp import pytree
+from autotp.caches import Packed, is_cache, pack
 from autotp.errors import AutoTPError, message
 from autotp.runtime.calls import Call
 from autotp.runtime.collectives import take
@@ -20,12 +21,12 @@ def whole_caches(layout: Layout, args: Any, kwargs: Any) -> Any:
     """(args, kwargs) with caches as data on meta, at the size they have with all heads."""
 
     def whole(cache: Any) -> Packed:
-        packed = cache if isinstance(cache, Packed) else pack(cache)
+        packed = pack(cache)
         places = [layout.get(path) for path in packed.form.paths]
         leaves = tuple(map(_resized, packed.leaves, places))
         return Packed(leaves, packed.form, tuple(None if p is None else p.dim for p in places))
 
-    return map_caches(whole, (args, kwargs))
+    return pytree.map_some(is_cache, whole, (args, kwargs))
 
 
 def own_heads(call: Call, layout: Layout, rank: int) -> None:
@@ -34,21 +35,20 @@ def own_heads(call: Call, layout: Layout, rank: int) -> None:
         where, leaf = layout.get(path), call.leaves[index]
         if where is None:
             continue
-        held = where.ranges[rank]
-        size = leaf.shape[where.dim]
-        if size == sum(stop - start for start, stop in held):
+        size, mine = leaf.shape[where.dim], where.local_size(rank)
+        if size == mine:
             continue
         if size != where.size:
             raise AutoTPError(
                 message(
                     "this cache was not made for this model",
                     values=f"{path} has {size} heads, rank {rank} of {len(where.ranges)} has "
-                    f"{sum(stop - start for start, stop in held)} of {where.size}",
+                    f"{mine} of {where.size}",
                     because="a cache holds this rank's heads, or those of the whole model",
                     try_="start with an empty cache, and pass on what the model returned",
                 )
             )
-        call.leaves[index] = take(leaf, where.dim, held)
+        call.leaves[index] = take(leaf, where.dim, where.ranges[rank])
 
 
 def _resized(leaf: Any, where: LocalOutput | None) -> Any:

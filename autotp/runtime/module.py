@@ -152,9 +152,9 @@ class TensorParallel(Whole, Face, Block):
                     because="this is a bug in autotp",
                 )
             )
-        mode = "training" if self.training else "evaluation"
-        if _autocast(self._device_type()):
-            mode += " under autocast"
+        training, _, autocast = self._mode()
+        mode = "training" if training else "evaluation"
+        mode += " under autocast" if autocast else ""
         form = described(call, capture.signature.inputs, mode)
         reason = difference(form, [other.form for other in self.captures])
         capture = replace(capture, form=form, reason=reason, seconds=seconds)
@@ -162,14 +162,15 @@ class TensorParallel(Whole, Face, Block):
         return capture
 
     def _key(self, call: Call) -> tuple[Any, ...]:
+        return (self._mode(), call.key)
+
+    def _mode(self) -> tuple[bool, torch.dtype | None, bool]:
+        """What besides a call decides which graph serves it: training, dtype, and autocast."""
         one = next((p for p in self.parameters() if p.is_floating_point()), None)
         if one is None:
-            return (self.training, *call.key)
-        autocast = _autocast(one.device.type)
-        return (self.training, one.dtype, autocast, *call.key)
-
-    def _device_type(self) -> str:
-        return next((p.device.type for p in self.parameters()), "cpu")
+            return self.training, None, False
+        kind = one.device.type  # the meta device has no autocast
+        return self.training, one.dtype, kind != "meta" and torch.is_autocast_enabled(kind)
 
     def _tp_members(self) -> Sequence[TensorParallel]:
         return [self]
@@ -207,8 +208,3 @@ class TensorParallel(Whole, Face, Block):
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin
-
-
-def _autocast(device: str) -> bool:
-    """Whether autocast is on for a type of device; the meta device has none."""
-    return device != "meta" and torch.is_autocast_enabled(device)

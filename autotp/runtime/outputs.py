@@ -34,7 +34,11 @@ class LocalOutput:
     @property
     def size(self) -> int:
         """The whole size of the dim."""
-        return sum(stop - start for held in self.ranges for start, stop in held)
+        return sum(map(self.local_size, range(len(self.ranges))))
+
+    def local_size(self, rank: int) -> int:
+        """The size of the dim on a rank."""
+        return sum(stop - start for start, stop in self.ranges[rank])
 
 
 class ShardedOutput:

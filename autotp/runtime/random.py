@@ -13,7 +13,7 @@ are left as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,23 @@ def mix(*values: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
         state ^= state >> 31
     return state >> 1
+
+
+def generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of this process's generators: the CPU's, and that of a device of another type."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type not in ("cpu", "meta"):
+        states[device.type] = torch.get_device_module(device.type).get_rng_state(device)
+    return states
+
+
+def set_generators(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
+    """Set those generators whose states are given."""
+    for kind, state in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(kind).set_rng_state(state, device)
 
 
 def next_seed(group: Group) -> int:

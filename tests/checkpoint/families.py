@@ -80,3 +80,15 @@ def batch() -> dict[str, Any]:
     """A call with a loss."""
     tokens = torch.randint(257, (2, 6), generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """The losses of some steps."""
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

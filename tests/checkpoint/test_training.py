@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import autotp
 from autotp.checkpoint import training
-from tests.checkpoint.families import FAMILIES, batch, gpt2, tensors, unlike
+from tests.checkpoint.families import FAMILIES, gpt2, tensors, train, unlike
 from tests.models import refill
 
 
@@ -25,17 +25,6 @@ def adamw(model: Any, rate: float = 1e-3) -> torch.optim.Optimizer:
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.8, 0.95))
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = model(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("family", FAMILIES)

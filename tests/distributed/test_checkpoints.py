@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import autotp
 from autotp.checkpoint import saving
 from autotp.checkpoint.together import Peers
-from tests.checkpoint.families import FAMILIES, batch, differences, on_meta, tensors, unlike
+from tests.checkpoint.families import FAMILIES, batch, differences, on_meta, tensors, train, unlike
 from tests.distributed.cases import assert_below
 from tests.distributed.cases import differences as errors
 from tests.models import refill
@@ -38,17 +37,6 @@ def attempt(call: Any) -> dict[str, Any]:
     seconds = time.monotonic() - begun
     dist.all_reduce(total)
     return found | {"seconds": seconds, "after": total.item()}
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = model(**batch()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def family(name: str, folder: Path) -> dict[str, Any]:

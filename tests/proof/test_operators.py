@@ -26,7 +26,8 @@ from autotp.proof.state import State
 from autotp.proof.values import Place, Refused, Value
 from autotp.rules import RULES
 from tests.rules.cases import CASES, Call
-from tests.rules.harness import BIAS, NO_VALUES, Case, localized, one, plan_of
+from tests.rules.harness import NO_VALUES, Case, localized, one, plan_of
+from tests.rules.ranks import BIAS
 
 RANKS = 2
 SIZES = (3, 4, 5, 6)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from autotp.axes import Axis, Dim, Shares, balanced, is_mixed, is_sharded, leaves, overlap, ranges
+from autotp.axes import Axis, Dim, balanced, is_mixed, is_sharded, leaves, overlap
 from autotp.planning import Plan, ShardedAxis
 from autotp.program import Guards, Program, Signature
 from autotp.rules import name
 from passes.infer import Inferred, infer
 from passes.localize import localize
+from tests.rules.ranks import copied, joined, leaf, positions, reduce, run
 
 aten = torch.ops.aten
-BIAS = {aten.addmm.default: 0, aten.baddbmm.default: 0, aten.linear.default: 2}
 NO_VALUES = {f"aten.{op}" for op in ("empty", "new_empty", "empty_like", "rand_like", "randn_like")}
 SPECIAL = ("lookup", "classes")  # done by operators of their own, tested with them
 
@@ -50,7 +50,7 @@ class Trace:
         """A call; tensors among the arguments (in lists too) become inputs."""
         given = pytree.tree_map_only(Tensor, self.input, (args, kwargs))
         node = self.graph.call_function(op, *given)
-        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: _copied(n.meta["val"]))
+        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: copied(n.meta["val"]))
         node.meta["val"] = op(*values[0], **values[1])
         return node
 
@@ -148,7 +148,7 @@ def compare(case: Case, axis: Axis, p: int) -> None:
     contracts = {node.name for node in case.used("contract").get(axis.name, ())}
     for node in run(localized(case, plan), envs, contracts):
         if node.name in contracts:
-            _reduce(node, envs)
+            reduce(node, envs)
     for result, want in zip(case.results, case.whole[1], strict=True):
         mine = [env[result.name] for env in envs]
         held = _held(case.inferred.dims[result], plan)
@@ -218,66 +218,12 @@ def split(case: Case, plan: Plan, graded: bool = False) -> list[dict[str, Tensor
     return envs
 
 
-def run(
-    graphs: Sequence[Graph], envs: Sequence[dict[str, Any]], contracts: Collection[str] = ()
-) -> Iterator[Node]:
-    """Run every rank's graph call by call; yields each call of the first once all have made it.
-
-    A bias of a call that contracts belongs to the first rank alone: it is added once, behind g.
-    """
-    for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
-        if nodes[0].op != "call_function":
-            continue
-        for rank, (node, env) in enumerate(zip(nodes, envs, strict=True)):
-            args, kwargs = torch.fx.map_arg(
-                (node.args, dict(node.kwargs)), lambda n, env=env: _copied(env[n.name])
-            )
-            at = BIAS.get(node.target, len(args))
-            if rank and node.name in contracts and at < len(args):
-                args = (*args[:at], torch.zeros_like(args[at]), *args[at + 1 :])
-            env[node.name] = node.target(*args, **kwargs)
-        yield nodes[0]
-
-
-def _reduce(node: Node, envs: list[dict[str, Any]]) -> None:
-    """Sum a partial result over the ranks; a mean of a part counts as much as it has items."""
-    parts = [env[node.name] for env in envs]
-    if node.target is aten.mean.dim:
-        source, dims = node.args[0].name, node.args[1]  # type: ignore[union-attr]
-        counts = [torch.Size(env[source].shape[d] for d in dims).numel() for env in envs]  # type: ignore[union-attr]
-        parts = [part * n / sum(counts) for part, n in zip(parts, counts, strict=True)]
-    for env in envs:
-        env[node.name] = torch.stack(parts).sum(0)
-
-
 def _held(dims: Any, plan: Plan) -> tuple[int, list[Tensor]] | None:
     """The dim that is split, and the positions of each rank; None for a value that is whole."""
     for i, dim in enumerate(dims):
         if is_sharded(dim, plan.shares):
             return i, [positions(dim, plan.shares, rank) for rank in range(plan.tp)]
     return None
-
-
-def positions(dim: Dim, shares: Shares, rank: int) -> Tensor:
-    """Positions of the whole dim that a rank holds."""
-    held = ranges(dim, shares, rank)
-    return torch.tensor([i for start, stop in held for i in range(start, stop)], dtype=torch.long)
-
-
-def joined(parts: Sequence[Tensor], held: tuple[int, Sequence[Tensor]]) -> Tensor:
-    """Parts laid at their positions; each position is held once."""
-    dim, places = held
-    for part, own in zip(parts, places, strict=True):
-        assert part.shape[dim] == len(own), f"{part.shape[dim]} items for {len(own)} positions"
-    order = torch.cat(list(places))
-    assert sorted(order.tolist()) == list(range(len(order))), f"positions {order.tolist()}"
-    return torch.cat(list(parts), dim).index_select(dim, order.argsort())
-
-
-def leaf(value: Tensor, fixed: bool) -> Tensor:
-    """A copy; a leaf of autograd if it is of real or complex numbers, and not fixed."""
-    copy = value.detach().clone()
-    return copy.requires_grad_(not fixed and (copy.is_floating_point() or copy.is_complex()))
 
 
 def _fixed(value: Tensor) -> bool:
@@ -290,8 +236,3 @@ def assert_close(found: Tensor, want: Tensor, what: str) -> None:
     if found.dtype == want.dtype and torch.allclose(found, want, 1e-9, 1e-9, equal_nan=True):
         return
     raise AssertionError(f"{what} is\n{found}\nnot\n{want}")
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a tensor, as an operator may write into its operand."""
-    return pytree.tree_map_only(Tensor, torch.clone, value)
