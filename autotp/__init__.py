@@ -19,6 +19,7 @@ _HOMES = {
     "CheckpointError": "autotp.errors",
     "GroupError": "autotp.errors",
     "PlanError": "autotp.errors",
+    "ShardError": "autotp.errors",
 }
 __all__ = [*_HOMES]
 

@@ -22,8 +22,10 @@ from autotp.runtime.captured import Capture
 from autotp.runtime.group import Group
 from autotp.runtime.heads import whole_caches
 from autotp.runtime.module import TensorParallel
+from autotp.runtime.originals import remember
 from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.results import assembler
+from autotp.runtime.sharded import Shard, sharded
 from autotp.runtime.weights import shard
 
 Planner: TypeAlias = Callable[[TensorParallel, Call], Plan]
@@ -54,6 +56,7 @@ def build(
     root: TensorParallel = kind(skeleton, plan, group, capture, options)
     _grow(root, skeleton, group, plan)
     _fill(root, model, plan, group.rank, source)
+    remember(model)
     first = attach(root, plan)
     root.register(root.read("", *call), first)
     return root
@@ -66,12 +69,15 @@ def attach(root: TensorParallel, plan: Plan) -> Capture:
     every = root.named_modules(remove_duplicate=False)
     same = {name: homes[id(m)] for name, m in every if id(m) in homes}
     counts = {name: len(m._tp_codes) for name, m in blocks.items()}
+    program = plan.program()
+    again = {same.get(path, path) for path in program.recomputed}
     emitted = emit_rank(plan, root.rank, counts, same)
     for path, graphs in emitted.graphs.items():
         for graph in graphs:
-            blocks[path]._tp_codes.append(root.compiler(graph, path))
+            code = root.compiler(graph, path)
+            code.recompute = path in again
+            blocks[path]._tp_codes.append(code)
     _fill_constants(root, plan)
-    program = plan.program()
     signature = _local_signature(program, root.rank)
     root.cache_layout.update(_cache_layout(program))
     number = len(root._tp_codes) - 1
@@ -198,7 +204,7 @@ def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int, source:
             if id(parameter) not in done:
                 full = f"{path}.{name}" if path else name
                 part = source(full, parameter, plan.ranges(full, rank))
-                done[id(parameter)] = nn.Parameter(part, parameter.requires_grad)
+                done[id(parameter)] = _parameter(part, parameter, full, plan, root.group)
             target.register_parameter(name, done[id(parameter)])
         for name, buffer in module._buffers.items():
             full = f"{path}.{name}" if path else name
@@ -206,6 +212,14 @@ def _fill(root: TensorParallel, model: nn.Module, plan: Plan, rank: int, source:
                 done[id(buffer)] = source(full, buffer, plan.ranges(full, rank))
             made = None if buffer is None else done[id(buffer)]
             target.register_buffer(name, made, persistent=full in kept)
+
+
+def _parameter(
+    part: torch.Tensor, whole: nn.Parameter, name: str, plan: Plan, group: Group
+) -> nn.Parameter:
+    if plan.is_sharded(name):
+        return sharded(part, whole.requires_grad, Shard(name, tuple(whole.shape), group))
+    return nn.Parameter(part, whole.requires_grad)
 
 
 def _fill_constants(root: TensorParallel, plan: Plan) -> None:

@@ -27,6 +27,10 @@ class CheckError(AutoTPError):
     """A transformed graph is not proved to compute what the original computed."""
 
 
+class ShardError(AutoTPError, RuntimeError):
+    """A shard was used as if it were the whole tensor."""
+
+
 def message(what: str, values: str, because: str, try_: str | None = None) -> str:
     """The text of every error, one fact a line.
 

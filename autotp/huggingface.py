@@ -90,6 +90,14 @@ def face_of(skeleton: nn.Module, runner: Runner) -> Any:
     return face
 
 
+def recomputes(model: nn.Module) -> bool:
+    """Whether the model's activation checkpointing is on."""
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):  # the new name first
+        if hasattr(type(model), name):
+            return bool(getattr(model, name))
+    return False
+
+
 @contextmanager
 def same_draws(group: Group, device: torch.device) -> Iterator[None]:
     """All ranks draw what the first one draws, as the original would with that rank's generators.

@@ -61,7 +61,8 @@ class Program:
     """A captured model.
 
     Placeholders are user inputs. Parameters, buffers and constants are `get_attr` nodes, one each,
-    whose target is the name. `aliases` lists every further name of a tied tensor.
+    whose target is the name. `aliases` lists every further name of a tied tensor. `recomputed` are
+    the modules that the model runs under activation checkpointing.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class Program:
     aliases: Mapping[str, str]
     signature: Signature
     training: bool
+    recomputed: frozenset[str] = frozenset()
     outputs: Mapping[int, LocalOutput] = field(default_factory=dict)  # results that stay split
     inputs: Mapping[str, LocalOutput] = field(default_factory=dict)  # inputs that come split
     provenance: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from autotp.placement import locate
 from autotp.planning import Plan
 from autotp.program import Program
 from autotp.runtime.lockstep import Lockstep
+from autotp.runtime.sharded import local
 from autotp.runtime.weights import unshard
 
 
@@ -166,7 +167,7 @@ def _gradients(model: nn.Module, lockstep: Lockstep, limit: float) -> list[Row]:
             continue
         grads = [rank[name].grad for rank in ranks]
         grads = [
-            torch.zeros_like(rank[name]) if g is None else g
+            local(torch.zeros_like(rank[name]) if g is None else g)
             for g, rank in zip(grads, ranks, strict=True)
         ]
         if plan.is_sharded(name):

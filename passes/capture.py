@@ -30,6 +30,7 @@ from autotp import pytree, sizes
 from autotp.caches import Given, Packed, is_cache, pack, pack_all, unpack_all
 from autotp.errors import CaptureError, message
 from autotp.program import Guards, Program, Signature, TensorSpec
+from autotp.recompute import recomputed_calls
 from autotp.runtime.regions import (
     SIDE_EFFECTS,
     enter_autocast,
@@ -69,7 +70,8 @@ def capture(
     packed = pack_all((args, dict(kwargs)))
     args, named = pytree.map_tensors(_blank, packed)
     begun = time.perf_counter()
-    exported = _export(_Call(skeleton, entry), args, named, _fixed(packed))
+    with recomputed_calls(skeleton) as recomputed:
+        exported = _export(_Call(skeleton, entry), args, named, _fixed(packed))
     seconds = time.perf_counter() - begun
     tensors, names, aliases = _tensors(skeleton, exported)
     rebuilt = _Rebuild(exported, names)
@@ -81,7 +83,8 @@ def capture(
         _guards(exported, pytree.paths({"args": args, "kwargs": named})),
     )
     note = f"captured by torch.export in {seconds:.1f} s: {len(graph.nodes)} nodes"
-    return Program(graph, tensors, aliases, signature, skeleton.training, provenance=(note,))
+    again = frozenset(recomputed)
+    return Program(graph, tensors, aliases, signature, skeleton.training, again, provenance=(note,))
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from autotp.pipeline import plan_of
 from autotp.planning import Plan
 from autotp.runtime.group import Group
 from autotp.runtime.lockstep import Lockstep
+from autotp.runtime.sharded import local
 from autotp.skeleton import skeleton_of
 from passes.capture import capture
 from passes.normalize import normalize
@@ -65,7 +66,7 @@ def assert_same(model: nn.Module, lockstep: Lockstep, inputs: Any, tol: float = 
             assert mine[name].shape == expected.shape, f"{name} on rank {rank}"
             _close(
                 f"{name} on rank {rank}",
-                torch.zeros_like(expected) if grad is None else grad,
+                torch.zeros_like(expected) if grad is None else local(grad),
                 expected,
                 tol,
                 whole,

@@ -13,6 +13,7 @@ from torch import Tensor
 import autotp
 from autotp import pytree
 from autotp.caches import pack_all
+from autotp.runtime.sharded import local
 from autotp.runtime.weights import shard
 from tests.generating import generator, prompt
 
@@ -67,7 +68,7 @@ def same_gradients(model: Any, rank: Any, limit: float) -> None:
     for name, parameter in model.named_parameters():
         theirs = shard(parameter.grad, rank.plan.ranges(name, rank.rank))
         scale = max(float(parameter.grad.abs().max()), floor)
-        assert (mine[name].grad - theirs).abs().max() < limit * scale, name
+        assert (local(mine[name].grad) - theirs).abs().max() < limit * scale, name
 
 
 @pytest.mark.slow

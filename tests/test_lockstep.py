@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autotp
+from autotp.runtime.sharded import local
 from tests.models import refill
 from tests.spawn import run
 
@@ -49,7 +50,7 @@ def test_one_process_and_several_agree(world: int) -> None:
     finally:
         torch.set_num_threads(threads)
     for rank, found in zip(lockstep.ranks, real, strict=True):
-        named = {"loss": loss.detach()} | {n: p.grad for n, p in rank.named_parameters()}
+        named = {"loss": loss.detach()} | {n: local(p.grad) for n, p in rank.named_parameters()}
         assert set(named) >= set(found)
         for name, tensor in found.items():
             if world == 2:  # one sum of two numbers: there is one order

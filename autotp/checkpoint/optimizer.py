@@ -14,6 +14,7 @@ from autotp.checkpoint.layout import part_shape
 from autotp.checkpoint.names import some
 from autotp.checkpoint.planners import Held, whole
 from autotp.errors import CheckpointError, message
+from autotp.runtime.sharded import local
 
 if TYPE_CHECKING:
     from autotp.runtime.module import TensorParallel
@@ -74,7 +75,11 @@ class Named:
 
     def _states(self) -> Any:
         states = self.optimizer.state_dict()["state"]
-        return [(owner, states[i]) for i, owner in enumerate(self.owners) if i in states]
+        plain = [
+            {k: local(v) if isinstance(v, Tensor) else v for k, v in states.get(i, {}).items()}
+            for i in range(len(self.owners))
+        ]
+        return [(owner, plain[i]) for i, owner in enumerate(self.owners) if i in states]
 
     def blank(
         self, about: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]

@@ -42,7 +42,7 @@ def save_pretrained(
     first = members[0]
     where = Path(os.path.abspath(path))
     names = {name_to_save(n, first.skeleton): k for k, n in tied(first.skeleton).items()}
-    locals_ = [dict(member.state_dict(keep_vars=True)) for member in members]
+    locals_ = [dict(member.state_dict()) for member in members]
     shapes = {name: _blank(first, key, locals_[0][name]) for name, key in names.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
     value = f"to {where} in files of {max_shard_size}"

@@ -130,7 +130,7 @@ def _model(members: Sequence[TensorParallel]) -> list[Held]:
     """What `state_dict()` holds, tied tensors once."""
     found = []
     for member in members:
-        local = member.state_dict(keep_vars=True)
+        local = member.state_dict()
         for name, names in tied(member.skeleton).items():
             shape = member.plan.by_name[name].shape
             ranges = member.plan.ranges(name, member.rank)

@@ -53,7 +53,7 @@ class Whole(nn.Module):
         if first.group.process_group is not None:
             first.group.agree("full_state_dict", "called")
         found: dict[str, Tensor] = {}
-        locals_ = [member.state_dict(keep_vars=True) for member in self._tp_members()]
+        locals_ = [member.state_dict() for member in self._tp_members()]
         firsts = {name: key for key, names in tied(first.skeleton).items() for name in names}
         for name in first.skeleton.state_dict(keep_vars=True):
             key = firsts[name]

@@ -17,6 +17,7 @@ class Face(nn.Module):
     """The original's configuration and methods, computing with this module."""
 
     _face: tuple[Any] | None
+    recomputes: bool  # whether layers are under activation checkpointing
 
     @property
     def skeleton(self) -> nn.Module:
@@ -92,6 +93,39 @@ class Face(nn.Module):
             if name in FACTS and "_skeleton" in self.__dict__ and hasattr(self.skeleton, name):
                 return getattr(self.face, name)
             raise
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """The original's: layers are computed again in the backward, which saves their memory.
+
+        The next training call is captured anew.
+        """
+        self.skeleton.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+        self.recomputes = True
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """The same under the name that newer versions of transformers give it."""
+        self.skeleton.activation_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+        self.recomputes = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """The original's: nothing is computed again."""
+        self.skeleton.gradient_checkpointing_disable()  # type: ignore[operator]
+        self.recomputes = False
+
+    def activation_checkpointing_disable(self) -> None:
+        """The same under the name that newer versions of transformers give it."""
+        self.skeleton.activation_checkpointing_disable()  # type: ignore[operator]
+        self.recomputes = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are computed again in the backward."""
+        return self.recomputes
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """The same under the name that newer versions of transformers give it."""
+        return self.recomputes
 
     def num_parameters(self, *args: Any, **kwargs: Any) -> int:
         """Parameters of the whole model."""

@@ -34,6 +34,7 @@ from autotp.runtime.collectives import (
 from autotp.runtime.module import TensorParallel
 from autotp.runtime.random import draw, next_seed, ticket
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
+from autotp.runtime.sharded import plain
 
 
 class Lockstep(Whole):
@@ -105,7 +106,8 @@ class Lockstep(Whole):
         leaves = zip(*(_own_caches(call) for _, call in found), strict=True)
         entered = zip(*(_enter(leaf, self.devices) for leaf in leaves), strict=True)
         given = list(entered) or [()] * len(blocks)
-        results = [list(values) for values in self._run(blocks, numbers.pop(), given)]
+        with plain():
+            results = [list(values) for values in self._run(blocks, numbers.pop(), given)]
         for index, where in found[0][0].outputs.items():
             parts = [values[index] for values in results]
             whole = parts if len(parts) == 1 else _Gather.apply(where.dim, where.ranges, *parts)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.checkpoint.whole import MARK, Whole, localize, mark
 from autotp.errors import AutoTPError, message
 from autotp.examples import normal_call
+from autotp.huggingface import recomputes
 from autotp.options import Options
 from autotp.planning import Plan
 from autotp.runtime.block import Block, Compiler
@@ -27,6 +29,7 @@ from autotp.runtime.group import Group
 from autotp.runtime.heads import own_heads
 from autotp.runtime.inputs import same_inputs
 from autotp.runtime.outputs import LocalOutput, ShardedOutput
+from autotp.runtime.sharded import plain
 
 log = logging.getLogger("autotp")
 
@@ -58,6 +61,7 @@ class TensorParallel(Whole, Face, Block):
         self._signatures: dict[str, inspect.Signature] = {}
         self._captures: dict[Any, list[tuple[Callable[[Any], bool], Capture]]] = {}
         self._face: tuple[Any] | None = None
+        self.recomputes = recomputes(skeleton)
         self.cache_layout: dict[str, LocalOutput] = {}  # how the tensors of caches are split
 
     @property
@@ -92,7 +96,8 @@ class TensorParallel(Whole, Face, Block):
         if self.debug:
             names = capture.signature.inputs
             same_inputs(self.group, dict(zip(names, call.leaves, strict=True)))
-        results = list(self._tp_codes[capture.number].function(self, *call.leaves))
+        with plain():
+            results = list(self._tp_codes[capture.number].function(self, *call.leaves))
         for index, where in capture.outputs.items():
             if not where.cache:
                 results[index] = ShardedOutput(results[index], where, self.group)
@@ -153,7 +158,7 @@ class TensorParallel(Whole, Face, Block):
                     because="this is a bug in autotp",
                 )
             )
-        training, _, autocast = self._mode()
+        training, _, autocast, _ = self._mode()
         mode = "training" if training else "evaluation"
         mode += " under autocast" if autocast else ""
         form = described(call, capture.signature.inputs, mode)
@@ -165,13 +170,27 @@ class TensorParallel(Whole, Face, Block):
     def _key(self, call: Call) -> tuple[Any, ...]:
         return (self._mode(), call.key)
 
-    def _mode(self) -> tuple[bool, torch.dtype | None, bool]:
-        """What besides a call decides which graph serves it: training, dtype, and autocast."""
+    def _mode(self) -> tuple[bool, torch.dtype | None, bool, bool]:
+        """What besides a call decides which graph serves it: training, dtype, autocast, and
+        activation checkpointing."""
+        again = self.training and self.recomputes
         one = next((p for p in self.parameters() if p.is_floating_point()), None)
         if one is None:
-            return self.training, None, False
+            return self.training, None, False, again
         kind = one.device.type  # the meta device has no autocast
-        return self.training, one.dtype, kind != "meta" and torch.is_autocast_enabled(kind)
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+        return self.training, one.dtype, autocast, again
+
+    def as_dtensors(self, mesh: DeviceMesh) -> TensorParallel:
+        """Make every parameter a DTensor over `mesh` (the tp ranks), so that FSDP2 can shard it
+        over other ranks too; see runtime/dtensors.py. Returns the module itself.
+
+        Save and load before this.
+        """
+        from autotp.runtime.dtensors import convert
+
+        convert(self, mesh)
+        return self
 
     def _tp_members(self) -> Sequence[TensorParallel]:
         return [self]

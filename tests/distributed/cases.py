@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotp.runtime.sharded import local
+
 Step: TypeAlias = Callable[[nn.Module], tuple[Tensor, Tensor]]  # loss and logits of a model
 RATE = 0.05
 
@@ -132,6 +134,7 @@ def part(whole: Tensor, plan: Any, name: str, rank: int) -> Tensor:
 
 def error(found: Any, wanted: Tensor, whole: Tensor | None = None) -> float:
     """The largest difference, relative to the largest value of the whole reference."""
+    found = local(found)
     if not isinstance(found, Tensor) or found.shape != wanted.shape or found.isnan().any():
         return float("inf")
     if not wanted.numel():
