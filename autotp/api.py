@@ -17,6 +17,7 @@ from autotp.checkpoint.loading import Checkpoint, Source, from_memory
 from autotp.checkpoint.names import tensors_of
 from autotp.errors import PlanError, message
 from autotp.examples import Call, example_call, normal_call
+from autotp.options import Options
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
 from autotp.runtime.group import Group, resolve_group
@@ -35,6 +36,7 @@ def plan(
     example_inputs: Any = None,
     plan: Plan | None = None,
     logits: str = "auto",
+    random: str = "own",
 ) -> Plan:
     """What `parallelize` would do for `tp` ranks, and why. Reads no weight, needs no process group.
 
@@ -45,20 +47,13 @@ def plan(
     Raises PlanError for a bad tp or missing inputs, CaptureError if the model cannot be captured.
     """
     _check_model(model)
-    _check_logits(logits)
+    options = Options(logits, random)
     size = plan.tp if tp is None and plan is not None else tp
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise PlanError(
-            message(
-                f"cannot plan for tp={tp!r}",
-                values=f"tp={tp!r}",
-                because="tp is the number of ranks",
-                try_="a positive integer",
-            )
-        )
+    _check_size(size)
+    assert size is not None
     skeleton = skeleton_of(model)
     args, kwargs = _call(skeleton, example_inputs)
-    return make_plan(skeleton, args, kwargs, tp=size, layout=plan, logits=logits)
+    return make_plan(skeleton, args, kwargs, tp=size, layout=plan, options=options)
 
 
 def parallelize(
@@ -71,6 +66,7 @@ def parallelize(
     plan: Plan | None = None,
     devices: Sequence[str | torch.device] | None = None,
     logits: str = "auto",
+    random: str = "own",
     checkpoint: str | Path | None = None,
 ) -> TensorParallel | Lockstep:
     """This rank's part of a model, which computes with its peers what the model computes.
@@ -86,6 +82,11 @@ def parallelize(
     whole, "local" as a `ShardedOutput` with this rank's part and a `gather()`, "auto" is "local" in
     training with a loss (where the gather would cost more than the loss) and "gather" otherwise.
 
+    `random` says which numbers dropout draws. "own": each rank its own for the part that it holds,
+    and all ranks the same for what they all hold. "whole": those that the model would draw on the
+    group's first rank, for comparisons; parts are gathered for it. Both follow `torch.manual_seed`
+    on the group's first rank, however the others are seeded.
+
     With `checkpoint` (a directory with model.safetensors or its index, or a .safetensors file) the
     model's own weights are not read and can be on meta: each rank reads the slices that it holds,
     in the model's dtype.
@@ -95,22 +96,22 @@ def parallelize(
     captured, CheckpointError if the checkpoint cannot be read or does not fit.
     """
     _check_model(model)
-    _check_logits(logits)
+    options = Options(logits, random)
     if devices is not None:
-        return _in_process(model, tp, example_inputs, plan, devices, logits, checkpoint)
+        return _in_process(model, tp, example_inputs, plan, devices, options, checkpoint)
     ranks = resolve_group(tp, mesh, group)
     try:
         skeleton = skeleton_of(model)
         args, kwargs = _call(skeleton, example_inputs)
-        made = make_plan(skeleton, args, kwargs, tp=ranks.size, layout=plan, logits=logits)
+        made = make_plan(skeleton, args, kwargs, tp=ranks.size, layout=plan, options=options)
     except Exception as error:  # of any kind: the peers must not wait for this rank
         _agree(ranks, f"error: {type(error).__name__}: {error}")
         raise
     _agree(ranks, f"{made.fingerprint} of {made.model}, torch {torch.__version__}")
     if checkpoint is not None:
-        return _from_checkpoint(checkpoint, model, skeleton, made, ranks, (args, kwargs), logits)
+        return _from_checkpoint(checkpoint, model, skeleton, made, ranks, (args, kwargs), options)
     same_weights(tensors_of(model), ranks)
-    return build(model, skeleton, made, ranks, (args, kwargs), logits=logits)
+    return build(model, skeleton, made, ranks, (args, kwargs), options=options)
 
 
 def verify(
@@ -119,20 +120,23 @@ def verify(
     *,
     example_inputs: Any = None,
     backward: bool = True,
+    dropout: bool = False,
     dtype: torch.dtype | None = None,
     limit: float | None = None,
 ) -> Report:
     """Whether the parallel model computes what the model computes: outputs and every gradient.
 
     Runs the model and all its ranks in this process, on CPU, on a copy whose constant parameters
-    are refilled (zero biases hide faults), with dropout off. Errors are relative to each tensor's
-    largest value; `limit` is 1e-5 in float32 unless given. `dtype` converts the copy first.
+    are refilled (zero biases hide faults). Dropout is off; with `dropout` both are in training
+    mode, and the ranks draw what the model draws. Errors are relative to each tensor's largest
+    value; `limit` is 1e-5 in float32 unless given. `dtype` converts the copy first.
     Returns a report that prints as a table; `report.ok`, `report.raise_if_failed()`.
     """
     _check_model(model)
-    twin, notes = prepared(model, dtype)
+    twin, notes = prepared(model, dtype, dropout)
     args, kwargs = _call(twin, example_inputs)
-    lockstep = _in_process(twin, tp, (args, kwargs), None, ["cpu"] * tp, "gather")
+    options = Options("gather", "whole" if dropout else "own")
+    lockstep = _in_process(twin, tp, (args, kwargs), None, ["cpu"] * tp, options)
     kind = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
     bound = limit or (1e-5 if kind.itemsize >= 4 else 0.05)
     return compare(twin, lockstep, args, kwargs, backward=backward, limit=bound, notes=notes)
@@ -145,13 +149,13 @@ def _from_checkpoint(
     made: Plan,
     ranks: Group,
     call: Call,
-    logits: str,
+    options: Options,
 ) -> TensorParallel:
     """This rank's module with weights from files, or the same error on every rank."""
     what = f"the checkpoint {path}"
     try:
         source = Checkpoint(path, model)
-        root = build(model, skeleton, made, ranks, call, logits=logits, source=source)
+        root = build(model, skeleton, made, ranks, call, options=options, source=source)
     except Exception as error:
         ranks.agree(what, f"error: {type(error).__name__}: {error}", ARRIVAL)
         raise
@@ -170,7 +174,7 @@ def _in_process(
     example_inputs: Any,
     given: Plan | None,
     devices: Sequence[str | torch.device],
-    logits: str,
+    options: Options,
     checkpoint: str | Path | None = None,
 ) -> Lockstep:
     size = len(devices) if tp is None else tp
@@ -183,14 +187,15 @@ def _in_process(
                 try_=f"tp={len(devices)}, or devices=['cpu'] * {tp}",
             )
         )
-    made = plan(model, size, example_inputs=example_inputs, plan=given, logits=logits)
+    _check_size(size)
     skeleton = skeleton_of(model)
     call = _call(skeleton, example_inputs)
+    made = make_plan(skeleton, *call, tp=size, layout=given, options=options)
     source: Source = from_memory if checkpoint is None else Checkpoint(checkpoint, model)
     groups = Group.in_process(size)
     planner = shared_planner()
     ranks = [
-        build(model, skeleton, made, group, call, logits=logits, planner=planner, source=source)
+        build(model, skeleton, made, group, call, options=options, planner=planner, source=source)
         for group in groups
     ]
     return Lockstep([rank.to(device) for rank, device in zip(ranks, devices, strict=True)])
@@ -202,6 +207,18 @@ def _call(skeleton: nn.Module, example_inputs: Any) -> Call:
 
 def _agree(ranks: Group, value: str) -> None:
     ranks.agree("the plan", value)
+
+
+def _check_size(tp: object) -> None:
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise PlanError(
+            message(
+                f"cannot plan for tp={tp!r}",
+                values=f"tp={tp!r}",
+                because="tp is the number of ranks",
+                try_="a positive integer",
+            )
+        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -232,17 +249,5 @@ def _check_model(model: nn.Module) -> None:
                 values=kind,
                 because="data parallelism goes around tensor parallelism",
                 try_="parallelize(model) first, then wrap the result",
-            )
-        )
-
-
-def _check_logits(logits: str) -> None:
-    if logits not in ("auto", "gather", "local"):
-        raise PlanError(
-            message(
-                f"logits={logits!r} is not known",
-                values=f"logits={logits!r}",
-                because="it says what happens to results that are split along the vocabulary",
-                try_="'auto', 'gather' or 'local'",
             )
         )

@@ -12,6 +12,7 @@ from torch import nn
 from autotp import caches
 from autotp.checkpoint.loading import Source, from_memory
 from autotp.errors import PlanError, message
+from autotp.options import DEFAULTS, Options
 from autotp.pipeline import emit_rank, make_plan
 from autotp.planning import Plan
 from autotp.program import Program, Signature
@@ -35,7 +36,7 @@ def build(
     group: Group,
     call: tuple[tuple[Any, ...], dict[str, Any]],
     *,
-    logits: str = "auto",
+    options: Options = DEFAULTS,
     planner: Planner | None = None,
     source: Source = from_memory,
 ) -> TensorParallel:
@@ -50,7 +51,7 @@ def build(
 
     name = type(skeleton).__name__  # what pipelines and trainers look at
     kind = type(name, (TensorParallel,), {"__doc__": f"{name}, tensor-parallel."})
-    root: TensorParallel = kind(skeleton, plan, group, capture, logits)
+    root: TensorParallel = kind(skeleton, plan, group, capture, options)
     _grow(root, skeleton, group, plan)
     _fill(root, model, plan, group.rank, source)
     first = attach(root, plan)
@@ -121,7 +122,7 @@ def plan_further(root: TensorParallel, call: Call) -> Plan:
         kwargs,
         tp=root.tp_size,
         layout=root.plan,
-        logits=root.logits,
+        options=root.options,
         entry=call.entry,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from autotp.options import DEFAULTS, Options
 from autotp.planning import Plan
 from autotp.program import Program
 from autotp.shadow import require_own_passes
@@ -36,18 +37,23 @@ def make_plan(
     *,
     tp: int,
     layout: Plan | None = None,
-    logits: str = "auto",
+    options: Options = DEFAULTS,
     entry: str = "",
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
     names the submodule that is called, if it is not the model itself."""
     program = unmask(normalize(capture(skeleton, args, kwargs, entry)))
     name = type(skeleton).__name__
-    return plan_of(program, tp=tp, model=name, layout=layout, logits=logits)
+    return plan_of(program, tp=tp, model=name, layout=layout, options=options)
 
 
 def plan_of(
-    program: Program, *, tp: int, model: str, layout: Plan | None = None, logits: str = "auto"
+    program: Program,
+    *,
+    tp: int,
+    model: str,
+    layout: Plan | None = None,
+    options: Options = DEFAULTS,
 ) -> Plan:
     """A captured program becomes a plan. Where much of it would be whole, it is decided again with
     inputs taken in parts."""
@@ -56,7 +62,7 @@ def plan_of(
     if parted is not program:
         program = parted
         inferred, plan = _decided(program, tp, model, layout)
-    sharded, counts = merge(*insert(program, inferred, plan, logits=logits))
+    sharded, counts = merge(*insert(program, inferred, plan, options))
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 
 

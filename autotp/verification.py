@@ -8,7 +8,8 @@ something differs the graphs are run again node by node and the first value that
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +80,11 @@ class Report:
         return "\n".join(lines)
 
 
-def prepared(model: nn.Module, dtype: torch.dtype | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """A copy of the model on CPU in eval mode, with constant parameters refilled."""
-    twin = copy.deepcopy(model).cpu().eval()
+def prepared(
+    model: nn.Module, dtype: torch.dtype | None, dropout: bool = False
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """A copy of the model on CPU, in training mode to drop, with constant parameters refilled."""
+    twin = copy.deepcopy(model).cpu().train(dropout)
     if dtype is not None:
         twin.to(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +95,7 @@ def prepared(model: nn.Module, dtype: torch.dtype | None) -> tuple[nn.Module, tu
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3
                 parameter.add_(noise.to(parameter.dtype))
                 refilled += 1
-    notes = ["dropout is off (eval mode)"]
+    notes = ["training mode, ranks draw as the model" if dropout else "dropout is off (eval mode)"]
     if refilled:
         notes.append(f"{refilled} constant parameters (zero biases, norms) were refilled on a copy")
     return twin, tuple(notes)
@@ -110,8 +113,10 @@ def compare(
 ) -> Report:
     """Run both and compare; both are left with gradients."""
     plan: Plan = lockstep.plan
-    expected, _ = pytree.flatten(pack_all(model(*args, **kwargs)))
-    every, _, _ = lockstep.run(args, kwargs)
+    with seeded():
+        expected, _ = pytree.flatten(pack_all(model(*args, **kwargs)))
+    with seeded():
+        every, _, _ = lockstep.run(args, kwargs)
     rows = []
     for index, want in enumerate(expected):
         if isinstance(want, Tensor) and want.is_floating_point():
@@ -119,7 +124,8 @@ def compare(
             rows.append(_row(f"output {index}", "output", want, parts, limit))
     if backward:
         _loss(expected).backward()
-        joined = lockstep(*args, **kwargs)
+        with seeded():
+            joined = lockstep(*args, **kwargs)
         _loss(pytree.flatten(pack_all(joined))[0]).backward()
         rows += _gradients(model, lockstep, limit)
     report = Report(plan, tuple(rows), limit, notes)
@@ -127,6 +133,14 @@ def compare(
         return report
     where = first_wrong(model, lockstep, args, kwargs, limit)
     return Report(plan, tuple(rows), limit, notes, where)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Random numbers that begin at the same place each time; the caller's go on as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def _loss(leaves: Sequence[Any]) -> Tensor:
@@ -195,7 +209,8 @@ def first_wrong(
     plan: Plan = capture.plan
     found: list[str] = []
     with torch.no_grad():
-        reference = _values(plan.stages[0][1], model, call.leaves)
+        with seeded():
+            reference = _values(plan.stages[0][1], model, call.leaves)
 
         def watch(block: Any, node: Node, values: list[Any]) -> None:
             want = reference.get(node.meta.get("source", ""))
@@ -214,7 +229,8 @@ def first_wrong(
 
         lockstep.watch = watch
         try:
-            lockstep.run(args, kwargs)
+            with seeded():
+                lockstep.run(args, kwargs)
         finally:
             lockstep.watch = None
     return found[0] if found else None

@@ -102,7 +102,7 @@ def _verified(
 ) -> dict[str, Any]:
     begun = time.process_time()
     # the gradient of a key bias is zero in truth, and float32 parts leave noise in it
-    report = autotp.verify(model, tp, example_inputs=call, dtype=dtype, limit=1e-4)
+    report = autotp.verify(model, tp, example_inputs=call, dtype=dtype, limit=1e-5)
     plan, worst = report.plan, max(report.rows, key=lambda row: row.error)
     return {
         "ok": report.ok,

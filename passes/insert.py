@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from autotp.axes import Axis, Dim, Ranges, Shares, is_sharded, leaves, ranges, substitute
 from autotp.caches import paths_in
+from autotp.options import DEFAULTS, Options
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
 from autotp.program import Program
@@ -48,14 +49,14 @@ aten = torch.ops.aten
 
 
 def insert(
-    program: Program, inferred: Inferred, plan: Plan, *, logits: str = "auto"
+    program: Program, inferred: Inferred, plan: Plan, options: Options = DEFAULTS
 ) -> tuple[Program, Collectives]:
     """Insert the collectives that a plan needs; also says how many a call issues.
 
     Results split along the vocabulary are gathered ("gather"), stay split ("local"), or stay split
-    in training with a loss ("auto"). Caches stay split.
+    in training with a loss ("auto"), as `options.logits` says. Caches stay split.
     """
-    rewriter = _Insert(program, inferred, plan, logits)
+    rewriter = _Insert(program, inferred, plan, options)
     note = (
         f"inserted {rewriter.forward} g, {rewriter.copies} f, {rewriter.gathers} gathers "
         f"for tp={plan.tp}"
@@ -74,7 +75,7 @@ def insert(
 
 
 class _Insert:
-    def __init__(self, program: Program, inferred: Inferred, plan: Plan, logits: str) -> None:
+    def __init__(self, program: Program, inferred: Inferred, plan: Plan, options: Options) -> None:
         self.graph = Graph()
         self.outputs: dict[int, LocalOutput] = {}
         self.inputs: dict[str, LocalOutput] = {}
@@ -94,19 +95,23 @@ class _Insert:
             and is_sharded(substitute(dim, plan.names), self._shares)
         }
         has_loss = any(kind == "classes" for kind in self._special.values())
-        self._keep_logits = logits == "local" or (
-            logits == "auto" and has_loss and program.training
+        self._keep_logits = options.logits == "local" or (
+            options.logits == "auto" and has_loss and program.training
         )
         self._caches = {index for index, _ in paths_in(program.signature.out_spec)}
         given = paths_in(program.signature.in_spec)
         self._given_caches = {program.signature.inputs[index] for index, _ in given}
-        nodes, self._entered = list(program.graph.nodes), inferred.entered
-        self._whole: dict[Node, Node] = {}  # of entered values that are split, the whole ones
+        nodes = list(program.graph.nodes)
+        self._whole: dict[
+            Node, Node
+        ] = {}  # of split values that are computed whole, the whole ones
+        self._drawn = {n for n in nodes if _is_random(n)} if options.random == "whole" else set()
+        self._entered = inferred.entered | self._drawn
         self._inside = {node for node in nodes if self._is_inside(node)}
         self._entries, self._copied = self._where_f_goes(nodes)
         self._new: dict[Node, Node] = {}
         self._f: dict[Node, Node] = {}
-        self._seed: Node | None = None
+        self._seed: Node | int | None = None
         self._draws = 0
         for node in nodes:
             self._copy(node)
@@ -189,7 +194,7 @@ class _Insert:
         def operand(source: Node) -> Node:
             through = inside and source in self._entries and source is not bias
             if node in self._entered:
-                return self._whole.get(source, self._new[source])
+                return self._whole_of(source, node in self._drawn)
             return self._through_f(source) if through else self._new[source]
 
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), operand)
@@ -200,10 +205,11 @@ class _Insert:
             self._vocabulary(node, args, kwargs)
             return
         if _is_random(node):
-            if self._seed is None:
-                self._seed = self._first(next_seed)
-            self._draws += 1
             stream = "sharded" if node in self._inside else "replicated"
+            stream = "whole" if node in self._drawn else stream
+            if self._seed is None:
+                self._seed = 0 if stream == "whole" else self._first(next_seed)
+            self._draws += 1
             operator: Any = node.target
             args = (operator, stream, self._seed, self._draws, *args)
             made = self.graph.create_node("call_function", draw, args, kwargs, name=node.name)
@@ -213,9 +219,16 @@ class _Insert:
         if node in self._copied:
             made.meta["placement"] = "R"
         if node in self._entered and _sharded(self._dims[node], self._shares):
-            whole = tuple(Axis(str(size), size) for size in node.meta["val"].shape)
-            made.meta.update(dims=whole, placement="I")
+            made.meta.update(dims=_plain(node), placement="I")
             self._whole[node], self._new[node] = made, self._scatter(node, made)
+
+    def _whole_of(self, source: Node, gather: bool) -> Node:
+        """A value as an operator reads it that is computed whole."""
+        if source not in self._whole and gather and _sharded(self._dims[source], self._shares):
+            self._whole[source] = self._move(gather_from_region, source, self._new[source])
+            self._whole[source].meta.update(dims=_plain(source), placement="I")
+            self.gathers += 1
+        return self._whole.get(source, self._new[source])
 
     def _first(self, function: Any) -> Node:
         anchor = next(iter(self.graph.nodes))
@@ -351,6 +364,11 @@ def _readable(dim: Dim, plan: Plan) -> Dim:
     """Sharded axes by name, other static ones by size: their numbers mean nothing to a reader."""
     others = {a.name: str(a.size) for a in leaves(dim) if a.size is not None}
     return substitute(dim, {**others, **plan.names})
+
+
+def _plain(node: Node) -> tuple[Dim, ...]:
+    """The dims of a value that is whole: no axis of theirs is split."""
+    return tuple(Axis(str(size), size) for size in node.meta["val"].shape)
 
 
 def _sharded(value: Any, shares: Shares) -> bool:

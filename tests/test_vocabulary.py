@@ -157,6 +157,7 @@ def test_the_loss_counts_the_items_of_the_whole_batch() -> None:
 @pytest.mark.parametrize("policy", ["auto", "local", "gather"])
 def test_what_leaves_the_module_follows_the_policy(policy: str) -> None:
     from autotp.build import build
+    from autotp.options import Options
     from autotp.runtime.group import Group
     from autotp.skeleton import skeleton_of
 
@@ -164,7 +165,7 @@ def test_what_leaves_the_module_follows_the_policy(policy: str) -> None:
     skeleton, inputs = skeleton_of(model), batch()
     call = ((), dict(zip(("idx", "targets"), inputs, strict=True)))
     plan = autotp.plan(model, tp=3, example_inputs=call[1], logits=policy)
-    rank = build(model, skeleton, plan, Group.in_process(3)[1], call, logits=policy)
+    rank = build(model, skeleton, plan, Group.in_process(3)[1], call, options=Options(policy))
     kept = {where.size for c in rank.captures for where in c.outputs.values()}
     assert kept == (set() if policy == "gather" else {VOCAB})
     assert plan.collectives.gathers == (1 if policy == "gather" else 0)

@@ -1,8 +1,7 @@
 """`autotp.save` and `autotp.load`: the state of a training run, for any number of ranks.
 
 torch.distributed.checkpoint writes it, in the layout of whole tensors (see planners.py): saved on
-two ranks, it is read on three. Parameters, the optimizer's state, the model's random stream and the
-generators.
+two ranks, it is read on three. Parameters, the optimizer's state and the generators.
 """
 
 from __future__ import annotations
@@ -166,12 +165,10 @@ def _compare(held: Sequence[Held], stored: Any, model: str) -> None:
 
 
 def _random(members: Sequence[TensorParallel]) -> list[Held]:
-    """The model's stream, and this process's generators."""
+    """This process's generators, which dropout draws from too."""
     first = members[0]
-    found = {"random.model": torch.tensor(first.group.random_state(), dtype=torch.long)}
-    for kind, state in generators(first.device).items():
-        found[f"random.{kind}.{first.rank}"] = state
-    return [whole(name, tensor) for name, tensor in found.items()]
+    states = generators(first.device).items()
+    return [whole(f"random.{kind}.{first.rank}", state) for kind, state in states]
 
 
 def _as_saved(one: Held, stored: Any) -> Held | None:
@@ -183,12 +180,7 @@ def _as_saved(one: Held, stored: Any) -> Held | None:
 
 
 def _set_random(members: Sequence[TensorParallel], name: str, state: Tensor) -> None:
-    if name == "random.model":
-        for member in members:
-            seed, calls = state.tolist()
-            member.group.set_random_state((seed, calls))
-    else:
-        set_generators(members[0].device, {name.split(".")[1]: state})
+    set_generators(members[0].device, {name.split(".")[1]: state})
 
 
 @contextmanager

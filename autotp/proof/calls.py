@@ -204,6 +204,8 @@ def _draw(state: State, node: Node) -> None:
     split = any(isinstance(value, Value) and value.kind == "S" for value in operands)
     if (stream == "sharded") != split:
         raise Refused(STREAM)
+    if stream == "whole":
+        return
     if not isinstance(seed, Node) or seed.target is not next_seed:
         raise Refused(UNDRAWN)
     if not isinstance(number, int) or number in state.draws:

@@ -20,34 +20,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.errors import GroupError, message
 from autotp.runtime.agreement import agree, prefixed_store
 from autotp.runtime.launch import process_group
-from autotp.runtime.random import mix
 
+_PATIENCE = 1800.0  # seconds; as long as torch.distributed waits for a peer
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Group:
     """The ranks of a process group; without one, a rank that works alone.
 
-    All ranks make it at the same time and agree on `base_seed`, which rank 0 draws from torch's
-    default generator: `torch.manual_seed` before decides all random numbers of the model.
+    All ranks make it at the same time.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.process_group = process_group
-        self.seeds: dict[int, int] = {}  # of earlier calls, see random.next_seed
-        self._calls = self._agreements = 0
-        # Every rank draws, so that generators which were in step stay in step.
-        drawn = (int(torch.randint(2**62, (), device="cpu")), secrets.token_hex(8))
-        self.base_seed, self._name = self.broadcast_object(drawn)
+        self._agreements = 0
+        self._hosts: Any = None  # torch's stubs leave out what all backends have
+        self._name = self.broadcast_object(secrets.token_hex(8))
 
     @classmethod
     def in_process(cls, size: int) -> list[Group]:
         """All ranks of one process, for runs in lockstep: same seeds, and no collectives."""
         ranks = [cls() for _ in range(size)]
         for rank, group in enumerate(ranks):
-            group.rank, group.size, group.base_seed = rank, size, ranks[0].base_seed
+            group.rank, group.size = rank, size
         return ranks
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -100,18 +97,18 @@ class Group:
         if self.size > 1:
             dist.barrier(group=self._peers)
 
-    def next_seed(self) -> int:
-        """The next of a stream of 63-bit seeds: the same on every rank, without talking."""
-        self._calls += 1
-        return mix(self.base_seed, self._calls)
-
-    def random_state(self) -> tuple[int, int]:
-        """The stream of seeds and the place in it; the same on every rank."""
-        return self.base_seed, self._calls
-
-    def set_random_state(self, state: tuple[int, int]) -> None:
-        """Go on with a stream from an earlier `random_state()`, on every rank."""
-        self.base_seed, self._calls = state
+    def first_of(self, number: int) -> int:
+        """The first rank's number, of 63 bits. It goes over the hosts' network: devices go on."""
+        if self.size == 1:
+            return number
+        box = torch.tensor([number])
+        if dist.get_backend(self._peers) == "gloo":
+            dist.broadcast(box, group=self._peers, group_src=0)
+        else:
+            if self._hosts is None:
+                self._hosts = self.side_channel(_PATIENCE)
+            self._hosts.broadcast(box, 0).wait()
+        return int(box)
 
     def agree(self, what: str, value: str, timeout: float = 30.0) -> None:
         """Raise the same GroupError on every rank if not all give this value in `timeout` seconds.

@@ -32,6 +32,7 @@ from autotp.runtime.collectives import (
     take,
 )
 from autotp.runtime.module import TensorParallel
+from autotp.runtime.random import draw, next_seed, ticket
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
 
 
@@ -154,9 +155,22 @@ def _call(target: Any, operands: Sequence[Any]) -> list[Any]:
     joint = _JOINT.get(target)
     if target in (leave_grad_mode, leave_autocast):  # modes are the process's: the last one in is
         return [target(*args) for args, _ in reversed(operands)]  # the first one out
+    if target is draw:
+        return _draws(operands)
     if joint is None:
         return [target(*args, **kwargs) for args, kwargs in operands]
     return list(joint([args for args, _ in operands]))
+
+
+def _draws(operands: Sequence[Any]) -> list[Any]:
+    """What each rank draws; of the whole all draw the same, beginning where the first one began."""
+    if operands[0][0][1] != "whole":
+        return [draw(*args, **kwargs) for args, kwargs in operands]
+    before, values = torch.get_rng_state(), []
+    for (operator, _, _, _, *args), kwargs in operands:
+        torch.set_rng_state(before)
+        values.append(operator(*args, **{k: v for k, v in kwargs.items() if k != "group"}))
+    return values
 
 
 def _attribute(block: nn.Module, path: str) -> Any:
@@ -284,6 +298,7 @@ def _first(calls: Sequence[Any]) -> list[Tensor]:
 
 
 _JOINT: dict[Any, Callable[..., Any]] = {
+    next_seed: lambda calls: [ticket()] * len(calls),
     copy_to_region: lambda calls: _Copy.apply(*_first(calls)),
     reduce_from_region: lambda calls: _Reduce.apply(*_first(calls)),
     gather_from_region: lambda calls: _Gather.apply(*calls[0][1:], *_first(calls)),

@@ -17,6 +17,7 @@ from torch import nn
 from autotp.checkpoint.whole import MARK, Whole, localize, mark
 from autotp.errors import AutoTPError, message
 from autotp.examples import normal_call
+from autotp.options import Options
 from autotp.planning import Plan
 from autotp.runtime.block import Block, Compiler
 from autotp.runtime.calls import Call, described, difference, holds, read
@@ -41,13 +42,13 @@ class TensorParallel(Whole, Face, Block):
     """
 
     def __init__(
-        self, skeleton: nn.Module, plan: Plan, group: Group, builder: Builder, logits: str
+        self, skeleton: nn.Module, plan: Plan, group: Group, builder: Builder, options: Options
     ) -> None:
         super().__init__(type(skeleton).__name__)
         self.plan = plan
         self.rank = group.rank
         self._tp_group = group
-        self.logits = logits
+        self.options = options
         self.max_captures = 64
         self.debug = os.environ.get("AUTOTP_DEBUG", "") not in ("", "0")
         self.compiler = Compiler()

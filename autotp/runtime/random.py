@@ -7,8 +7,8 @@ after   %seed : next_seed(group)
 Outside sharded regions a value is the same on all ranks, so its mask is too (stream "replicated");
 inside, each rank holds another part and needs another mask (stream "sharded"). A draw depends on
 the seed of the call and on its own number alone, not on what was drawn before. So a part of the
-model that is run again (activation checkpointing) draws the same again, and the caller's generators
-are left as they were.
+model that is run again (activation checkpointing) draws the same again. Of the caller's generators
+only the CPU's moves, by one number a call, which is the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # group.py imports mix
     from autotp.runtime.group import Group
 
 _WORD = 0xFFFFFFFFFFFFFFFF
-_REMEMBERED = 4096  # seeds of calls whose backward may still come
 
 
 def mix(*values: int) -> int:
@@ -57,19 +56,15 @@ def set_generators(device: torch.device, states: Mapping[str, torch.Tensor]) -> 
 def next_seed(group: Group) -> int:
     """The seed of one call of the model: the same on every rank, another for every call.
 
-    If activation checkpointing runs the whole call again, its seed comes again. Such a run is known
-    by two signs: it happens inside a backward, and the caller's generator has been set back to
-    where it stood in the first run, so that a ticket drawn from it comes again too.
+    The first rank's generator draws it, so `torch.manual_seed` there decides all that follows, and
+    activation checkpointing, which sets generators back, finds it again.
     """
-    ticket = int(torch.randint(2**62, (), device="cpu"))
-    replayed = torch._C._current_graph_task_id() != -1  # -1 outside of a backward
-    if replayed and ticket in group.seeds:
-        return group.seeds[ticket]
-    seed = group.next_seed()
-    group.seeds[ticket] = seed
-    while len(group.seeds) > _REMEMBERED:
-        del group.seeds[next(iter(group.seeds))]  # the oldest
-    return seed
+    return group.first_of(ticket())
+
+
+def ticket() -> int:
+    """62 random bits of the caller's generator."""
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def draw(
@@ -84,11 +79,17 @@ def draw(
     """Run a random operator with the generator seeded for this one draw.
 
     `index` is the operator's number in the graph. `stream` is "replicated" (the same on all ranks)
-    or "sharded" (another on each rank).
+    or "sharded" (another on each rank); "whole" takes no seed, but draws from the caller's
+    generator, as the model would, what the first rank's gives.
     """
-    assert stream in ("replicated", "sharded"), f"not a random stream: {stream!r}"
+    assert stream in ("replicated", "sharded", "whole"), f"not a random stream: {stream!r}"
+    device = _device(args, kwargs)
+    if stream == "whole":
+        generator = _default_generator(device)
+        generator.set_state(group.broadcast_object(generator.get_state()))
+        return op(*args, **kwargs)
     own = (group.rank + 1,) if stream == "sharded" else ()
-    with _seeded(_device(args, kwargs), mix(seed, index, *own)):
+    with _seeded(device, mix(seed, index, *own)):
         return op(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.errors import AutoTPError, GroupError, PlanError
 from autotp.runtime.group import Group, resolve_group
+from autotp.runtime.random import next_seed, ticket
 from tests.spawn import run
 
 # ---- one process
@@ -92,16 +93,16 @@ def four_ranks(rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(100 + rank // 2)  # the same in both ranks of a pair
     pair = resolve_group(2, None, None)
     seen["in step"] = torch.rand(1).item()
-    seen["seeds"] = (pair.base_seed, [pair.next_seed() for _ in range(3)])
+    seen["seeds"] = [next_seed(pair) for _ in range(3)]
     again = resolve_group(2, None, None)
-    seen["again"] = (again.process_group is pair.process_group, again.base_seed != pair.base_seed)
+    seen["again"] = again.process_group is pair.process_group
     seen["pair"] = (pair.rank, pair.size, dist.get_process_group_ranks(pair.process_group))
     seen["sum"] = pair.all_reduce(torch.tensor(10.0**rank)).item()
     seen["object"] = pair.broadcast_object(f"of {rank}", src=1)
     seen["objects"] = pair.all_gather_object(rank)
     torch.manual_seed(200 + rank)
     all_four = resolve_group(None, None, None)
-    seen["base seed"] = all_four.base_seed
+    seen["first"] = [all_four.first_of(rank + 7), next_seed(all_four)]
     collectives(all_four, seen)
     one = resolve_group(1, None, None)
     seen["one"] = (one.rank, one.size, one.process_group)
@@ -215,7 +216,7 @@ def test_tp_below_the_world_makes_groups_of_consecutive_ranks(four: list[dict[st
         assert seen["sum"] == 10.0**first + 10.0 ** (first + 1)
         assert seen["object"] == f"of {first + 1}"  # rank 1 of the group
         assert seen["objects"] == [first, first + 1]
-        assert seen["again"] == (True, True)
+        assert seen["again"]
         assert seen["one"] == (0, 1, None)
 
 
@@ -224,7 +225,7 @@ def test_seeds_are_those_of_rank_0_and_generators_stay_in_step(four: list[dict[s
     assert four[0]["seeds"] == four[1]["seeds"] != four[2]["seeds"] == four[3]["seeds"]
     assert four[0]["in step"] == four[1]["in step"]
     torch.manual_seed(200)  # what rank 0 had set
-    assert {seen["base seed"] for seen in four} == {Group().base_seed}
+    assert all(seen["first"] == [7, ticket()] for seen in four)
 
 
 @pytest.mark.dist

@@ -53,17 +53,11 @@ def test_draws_depend_on_seed_and_index_alone() -> None:
 def test_the_callers_generator_stays_where_it_was() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    dropped(_quiet())
+    dropped(Group())
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(RuntimeError, match="stop"):
-        draw(_stop, "replicated", 1, 1, torch.ones(3), group=_quiet())
+        draw(_stop, "replicated", 1, 1, torch.ones(3), group=Group())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def _quiet() -> Group:
-    """A group whose making does not move the generator."""
-    with torch.random.fork_rng(devices=[]):
-        return Group()
 
 
 def _stop(x: Tensor) -> Tensor:
@@ -95,24 +89,22 @@ def test_an_unknown_stream_is_refused() -> None:
 
 
 def test_every_call_has_another_seed_and_manual_seed_repeats_them() -> None:
-    streams = []
+    streams, group = [], Group()
     for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        groups = Group.in_process(2)
-        streams.append([next_seed(groups[0]) for _ in range(50)])
-        assert [next_seed(groups[1]) for _ in range(50)] == streams[-1]
+        torch.manual_seed(seed)  # after the group was made
+        streams.append([next_seed(group) for _ in range(50)])
     assert len(set(streams[0])) == 50
     assert streams[0] == streams[1]
     assert not set(streams[0]) & set(streams[2])
 
 
-def test_one_rank_may_seed_its_generator_anew() -> None:
-    group, peer = Group.in_process(2)
-    for step in range(3):
-        torch.manual_seed(1)  # this rank alone: its stream must not begin again
-        mine = next_seed(group)
-        torch.manual_seed(10 + step)
-        assert mine == next_seed(peer)
+def test_a_draw_of_the_whole_is_the_callers_generators() -> None:
+    x = torch.ones(1000)
+    torch.manual_seed(3)
+    wanted = [torch.dropout(x, 0.5, True) for _ in range(2)]
+    torch.manual_seed(3)
+    found = [draw(DROPOUT, "whole", 0, i, x, 0.5, True, group=Group()) for i in range(2)]
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -139,10 +131,10 @@ def test_checkpointing_the_whole_call_replays_its_seed(reentrant: bool) -> None:
 
     inputs = [torch.ones(1000, requires_grad=True) for _ in range(3)]
     results: list[Any] = [checkpoint(call, x, use_reentrant=reentrant) for x in inputs]
-    used = group._calls
+    used = torch.get_rng_state()
     for y in results:  # three calls before the first backward, as in gradient accumulation
         y.sum().backward()
-    assert group._calls == used  # ranks that do not checkpoint stay in step with those that do
+    assert torch.equal(torch.get_rng_state(), used)
     masks = [y.ne(0) for y in results]
     for x, mask in zip(inputs, masks, strict=True):
         assert x.grad is not None and x.grad.ne(0).equal(mask)
