@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from autotp import sizes
 from autotp.counting import Causal, Counted, counted
-from autotp.program import Program
+from autotp.program import Program, written
 from autotp.rules.context import argument
 from autotp.runtime.regions import SIDE_EFFECTS
 
@@ -31,13 +31,13 @@ def unmask(program: Program) -> Program:
     """The program without the masks that a flag says, or that say nothing."""
     graph, new, count = Graph(), dict[Node, Node](), 0
     known: dict[Node, Counted] = {}
-    written = _written(program.graph)
+    changed = written(program.graph)
     for node in program.graph.nodes:
         made = graph.node_copy(node, lambda n: new[n])
         made.meta = dict(node.meta)
         new[node] = made
         found = counted(node, known) if node.op == "call_function" else None
-        if found is not None and node not in written:
+        if found is not None and node not in changed:
             known[node] = found
         if node.target is aten.scaled_dot_product_attention.default:
             count += _flag(node, made, known)
@@ -46,18 +46,6 @@ def unmask(program: Program) -> Program:
     graph.eliminate_dead_code(lambda n: n.is_impure() or n.target in SIDE_EFFECTS)
     note = f"{count} causal masks became a flag or went"
     return replace(program, graph=graph, provenance=(*program.provenance, note))
-
-
-def _written(graph: Graph) -> set[Node]:
-    """Values that an operator writes to, or to a view of them."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        source = node.args[0] if schema is not None and schema.is_mutable and node.args else None
-        while isinstance(source, Node) and source not in found:
-            found.add(source)
-            source = source.args[0] if source.args else None
-    return found
 
 
 def _flag(node: Node, made: Node, known: dict[Node, Counted]) -> bool:
