@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from passes.capture import capture
 from passes.check import check
 from passes.choose import choose
 from passes.emit import Emitted, emit
+from passes.fuse import fuse
 from passes.infer import Inferred, infer
 from passes.insert import insert
 from passes.localize import localize
@@ -27,6 +29,7 @@ from passes.match import match
 from passes.merge import merge
 from passes.normalize import normalize
 from passes.part import part
+from passes.share import share
 from passes.unmask import unmask
 
 
@@ -42,7 +45,7 @@ def make_plan(
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
     names the submodule that is called, if it is not the model itself."""
-    program = unmask(normalize(capture(skeleton, args, kwargs, entry)))
+    program = _peephole(unmask, normalize(capture(skeleton, args, kwargs, entry)))
     name = type(skeleton).__name__
     return plan_of(program, tp=tp, model=name, layout=layout, options=options)
 
@@ -63,7 +66,16 @@ def plan_of(
         program = parted
         inferred, plan = _decided(program, tp, model, layout)
     sharded, counts = merge(*insert(program, inferred, plan, options))
+    for change in (share, fuse):
+        sharded = _peephole(change, sharded)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
+
+
+def _peephole(change: Callable[[Program], Program], program: Program) -> Program:
+    """The program after a pass that only saves time, and that AUTOTP_WITHOUT=name,name leaves
+    out."""
+    left_out = os.environ.get("AUTOTP_WITHOUT", "").split(",")
+    return program if change.__name__ in left_out else change(program)
 
 
 def _decided(program: Program, tp: int, model: str, layout: Plan | None) -> tuple[Inferred, Plan]:

@@ -84,3 +84,25 @@ class Program:
             return None
         name = str(node.target)
         return name if self.tensors[name].kind == "parameter" else None
+
+
+def written(graph: Graph) -> set[Node]:
+    """Values that an operator writes to, or to a view of them."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        source = node.args[0] if schema is not None and schema.is_mutable and node.args else None
+        while isinstance(source, Node) and source not in found:
+            found.add(source)
+            source = source.args[0] if source.args else None
+    return found
+
+
+def affected(graph: Graph) -> set[Node]:
+    """Values that an operator writes to, and all that are made of them: they may hold something
+    else later."""
+    found = written(graph)
+    for node in graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -125,10 +125,12 @@ def holds(guards: Guards) -> Callable[[Sequence[Any]], bool]:
                     low, high = guards.ranges[wanted]
                     terms.append(f"{low} <= {here} <= {high}")
     terms.extend(f"({condition})" for condition in guards.conditions)
-    code = compile(" and ".join(terms) or "True", "<guards>", "eval")
+    scope: dict[str, Any] = {}  # a function, not eval: torch.compile can look into it
+    exec(f"def fits(sizes, leaves): return {' and '.join(terms) or 'True'}", scope)
+    fits = scope["fits"]
 
     def check(leaves: Sequence[Any]) -> bool:
         sizes = [leaf.shape if isinstance(leaf, Tensor) else () for leaf in leaves]
-        return bool(eval(code, {"sizes": sizes, "leaves": leaves}))
+        return bool(fits(sizes, leaves))
 
     return check

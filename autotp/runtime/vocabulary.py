@@ -33,10 +33,9 @@ def embedding(
     `weight` [rows of this rank, features], `index` [...] of global rows. Raises IndexError on every
     rank for an index outside the table (on CPU, as the unsharded operator).
     """
-    _check_index(index, rows[-1][1])
     start, stop = rows[group.rank]
     foreign = (index < start) | (index >= stop)
-    local = (index - start).masked_fill(foreign, 0)
+    local = (index - start).masked_fill(foreign & _inside(index, rows[-1][1]), 0)
     padding = padding_idx - start if start <= padding_idx < stop else None
     found = F.embedding(local, weight, padding_idx=padding)
     return found.masked_fill(foreign.unsqueeze(-1), 0)
@@ -94,9 +93,10 @@ class Task:
         start, stop = rows[rank]
         flat = target.reshape(-1)
         kept = flat != ignore_index
-        _check_target(flat, kept, rows[-1][1])
+        wrong = kept & ~_inside(flat, rows[-1][1])
+        _check_target(flat, wrong)
         mine = kept & (flat >= start) & (flat < stop)
-        local = (flat - start).masked_fill(~mine, 0)
+        local = (flat - start).masked_fill(~(mine | wrong), 0)
         return Task(flat, target.shape, kept, mine, local, weight, rows[-1][1], smoothing)
 
     def flat(self, logits: Tensor) -> Tensor:
@@ -236,16 +236,13 @@ def _float(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _check_index(index: Tensor, rows: int) -> None:
-    # on an accelerator the check would wait for the device; there the operator asserts by itself
-    if index.device.type == "cpu" and index.numel():
-        low, high = torch.aminmax(index)
-        if low < 0 or high >= rows:
-            raise IndexError("index out of range in self")
+def _inside(index: Tensor, rows: int) -> Tensor:
+    """Which indices are in the table. The others stay out of range, so that the look-up itself
+    refuses them, on every rank."""
+    return (index >= 0) & (index < rows)
 
 
-def _check_target(target: Tensor, kept: Tensor, classes: int) -> None:
-    if target.device.type == "cpu":
-        wrong = kept & ((target < 0) | (target >= classes))
-        if wrong.any():
-            raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+def _check_target(target: Tensor, wrong: Tensor) -> None:
+    # on an accelerator, and in compiled code, the look-up of the target's logit refuses it
+    if target.device.type == "cpu" and not torch.compiler.is_compiling() and wrong.any():
+        raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")

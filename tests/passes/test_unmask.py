@@ -55,6 +55,31 @@ def ahead(queries: int, keys: int, x: Tensor) -> Tensor:
     return torch.arange(keys)[None] <= torch.arange(queries)[:, None] + 1
 
 
+def documents(queries: int, keys: int, x: Tensor, step: int = 1) -> Tensor:
+    """As Transformers: also within one document only, and documents begin where positions jump."""
+    batch = x.shape[0]
+    places = torch.arange(keys)[None].expand(batch, -1)
+    jumps = torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != step
+    number = jumps.cumsum(-1)
+    rows = torch.arange(batch)[:, None, None, None]
+    q, k = torch.arange(queries)[None, None, :, None], torch.arange(keys)[None, None, None]
+    seen = places.new_ones((), dtype=torch.bool) & (places[rows, k] <= places[rows, q])
+    return seen & (number[rows, q] == number[rows, k])
+
+
+def each_its_own(queries: int, keys: int, x: Tensor) -> Tensor:
+    return documents(queries, keys, x, step=2)
+
+
+def one_row(queries: int, keys: int, x: Tensor) -> Tensor:
+    return (torch.arange(keys)[None] <= torch.arange(1)[:, None]).expand(queries, -1)
+
+
+def later(queries: int, keys: int, x: Tensor) -> Tensor:
+    places = torch.arange(keys + 1)[1:]
+    return places[None, :keys] <= torch.arange(queries)[:, None] + 1
+
+
 def window(queries: int, keys: int, x: Tensor) -> Tensor:
     q, k = torch.arange(queries)[:, None], torch.arange(keys)[None]
     return (k <= q) & (k > q - 3)
@@ -93,7 +118,10 @@ def model_of(mask: Any) -> nn.Module:
     return refill(Masked(mask).double())
 
 
-@pytest.mark.parametrize("mask", [causal, turned])
+OTHERS = [strict, ahead, window, written, backwards, numbers, each_its_own, one_row]
+
+
+@pytest.mark.parametrize("mask", [causal, turned, documents, later])
 def test_a_causal_mask_becomes_the_flag(mask: Any) -> None:
     model, x = model_of(mask), values(2, 5, WIDTH)
     assert attention(model, x) == (None, True)
@@ -109,7 +137,7 @@ def test_a_single_query_that_sees_every_key_needs_no_mask() -> None:
     assert_same(model, lockstep, (x, past))
 
 
-@pytest.mark.parametrize("mask", [strict, ahead, window, written, backwards, numbers])
+@pytest.mark.parametrize("mask", OTHERS)
 def test_every_other_mask_stays(mask: Any) -> None:
     model, x = model_of(mask), values(2, 5, WIDTH)
     assert attention(model, x)[0] is not None
