@@ -143,7 +143,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """A hash of all that ranks must agree on."""
-        data = self._data()
+        data = self.data()
         del data["kept"]  # holds source lines, which may differ between machines
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -198,9 +198,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        return json.dumps(self._data(), indent=1)
+        return json.dumps(self.data(), indent=1)
 
-    def _data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
+        """The plan as plain lists and dicts, as JSON has them."""
         return {
             "format": FORMAT,
             "model": self.model,
