@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -54,10 +55,18 @@ def plan_of(
     inferred, plan = _decided(program, tp, model, layout)
     parted = part(program, inferred, plan, layout)
     if parted is not program:
-        program = parted
+        program, first = parted, plan
         inferred, plan = _decided(program, tp, model, layout)
+        plan = _with_reasons(plan, first)
     sharded, counts = merge(*insert(program, inferred, plan, logits=logits))
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
+
+
+def _with_reasons(plan: Plan, first: Plan) -> Plan:
+    """The reasons of before inputs were taken in parts: too few heads, not the parts of others."""
+    before = {kept.name: kept for kept in first.kept}
+    kept = tuple(before.get(kept.name, kept) for kept in plan.kept)
+    return replace(plan, kept=kept, facts=first.facts)
 
 
 def _decided(program: Program, tp: int, model: str, layout: Plan | None) -> tuple[Inferred, Plan]:

@@ -42,6 +42,12 @@ def _plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     made.add_argument("--save", metavar="FILE", help="write the plan as JSON for autotp.plan")
     made.add_argument("--dump", metavar="DIR", help="write the plan and the graph of every stage")
     made.add_argument("--plan", metavar="FILE", help="show a saved plan; MODEL is not needed")
+    made.add_argument(
+        "--explain",
+        action="append",
+        metavar="NAME",
+        help="why this parameter is split as it is, or what barred it; repeatable",
+    )
 
 
 def _verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

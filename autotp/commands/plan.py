@@ -20,8 +20,19 @@ def run(arguments: Namespace) -> int:
     if arguments.dump:
         with working(arguments, f"writing {arguments.dump}"):
             _dump(plan, arguments.dump)
-    show(arguments, str(plan), plan.data())
+    if arguments.explain:
+        found = {name: _explained(plan, name) for name in arguments.explain}
+        show(arguments, "\n\n".join(found.values()), found)
+    else:
+        show(arguments, str(plan), plan.data())
     return 0
+
+
+def _explained(plan: Plan, name: str) -> str:
+    try:
+        return plan.explain(name)
+    except PlanError as error:
+        raise InputError(str(error)) from error
 
 
 def made(arguments: Namespace) -> Plan:
