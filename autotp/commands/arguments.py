@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"autotp {__version__}")
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _plan(commands)
+    _graph(commands)
     _verify(commands)
     return root
 
@@ -48,6 +49,27 @@ def _plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         metavar="NAME",
         help="why this parameter is split as it is, or what barred it; repeatable",
     )
+
+
+def _graph(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = _command(commands, "graph", "the graph before and after, with f, g and placements")
+    _tp(made)
+    made.add_argument("--module", default="", metavar="PATH", help="one module: transformer.h.3")
+    made.add_argument(
+        "--view", default="after", metavar="VIEW", help="before, after (default), or a rank: 7"
+    )
+    made.add_argument(
+        "--diff",
+        nargs=2,
+        metavar=("ONE", "OTHER"),
+        help="two views or [MODULE@]VIEW: `before after`, `0 7`, `h.0@after h.1@after`",
+    )
+    made.add_argument(
+        "--format",
+        choices=["text", "dot", "svg", "graphml"],
+        help="default: by the name of --output, else text",
+    )
+    made.add_argument("--output", metavar="FILE", help="write there instead of printing")
 
 
 def _verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
