@@ -21,14 +21,14 @@ _MAKES = {
 }
 
 
-def explain(plan: Plan, name: str) -> str:
-    """The text of `Plan.explain`."""
+def explain(plan: Plan, name: str, *, chain: bool = True) -> str:
+    """The text of `Plan.explain`; with `chain` the values between are named."""
     aliases = plan.stages[0][1].aliases if plan.stages else {}
     first = aliases.get(name, name)
     if first not in plan.by_name:
         raise _unknown(name, [*plan.by_name, *aliases])
     lines = [] if first == name else [f"{name} is the same tensor as {first}."]
-    lines += _split(plan, first) if plan.is_sharded(first) else _whole(plan, first)
+    lines += (_split if plan.is_sharded(first) else _whole)(plan, first, chain)
     return "\n".join(lines)
 
 
@@ -53,7 +53,7 @@ def _unknown(name: str, names: list[str]) -> PlanError:
 # ---- split
 
 
-def _split(plan: Plan, name: str) -> list[str]:
+def _split(plan: Plan, name: str, chain: bool) -> list[str]:
     tensor = plan.by_name[name]
     at = next(i for i, dim in enumerate(tensor.dims) if ax.is_sharded(dim, plan.shares))
     inside = {leaf.name for leaf in ax.leaves(tensor.dims[at])}
@@ -70,7 +70,7 @@ def _split(plan: Plan, name: str) -> list[str]:
         return [*lines, "This call needs it in another way: it is gathered for each call."]
     lines.append(_role(name, axis))
     lines.append(_pair(axis))
-    if plan.stages:
+    if plan.stages and chain:
         lines += _between(plan, axis, name)
     return lines
 
@@ -183,7 +183,7 @@ def _walk(before: dict[Node, Node | None], node: Node | None) -> list[Node]:
 # ---- whole
 
 
-def _whole(plan: Plan, name: str) -> list[str]:
+def _whole(plan: Plan, name: str, chain: bool) -> list[str]:
     lines = [f"{_label(plan, name)} is whole on every rank."]
     if plan.tp == 1:
         return [*lines, "There is one rank: nothing is split."]
@@ -204,7 +204,7 @@ def _whole(plan: Plan, name: str) -> list[str]:
             f"It would have been the {why.kind} pair of {_names(why.columns)} (column-parallel) "
             f"and {_names(why.rows)} (row-parallel), {why.units} units."
         )
-    if node is not None and why is not None and why.node:
+    if chain and node is not None and why is not None and why.node:
         path = _to_bar(plan, node, axis, why.node)
         if path:
             lines.append(f"Its dim and that operator's are one axis: {' -> '.join(path)}.")

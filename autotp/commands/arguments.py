@@ -66,8 +66,8 @@ def _graph(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     made.add_argument(
         "--format",
-        choices=["text", "dot", "svg", "graphml"],
-        help="default: by the name of --output, else text",
+        choices=["text", "dot", "svg", "graphml", "html"],
+        help="default: by the name of --output, else text; html is one page of the whole model",
     )
     made.add_argument("--output", metavar="FILE", help="write there instead of printing")
 

@@ -13,11 +13,12 @@ from autotp.commands.output import working
 from autotp.commands.plan import made
 from autotp.errors import InputError, PlanError
 from autotp.graphs import dot, text
+from autotp.graphs.page import page
 from autotp.graphs.select import Part, call_text, part
 from autotp.graphs.values import Value, View, local_shape, view
 from autotp.planning import Plan
 
-_SUFFIXES = {".dot": "dot", ".gv": "dot", ".svg": "svg", ".graphml": "graphml"}
+_SUFFIXES = {".dot": "dot", ".gv": "dot", ".svg": "svg", ".graphml": "graphml", ".html": "html"}
 
 
 def run(arguments: Namespace) -> int:
@@ -42,6 +43,9 @@ def _by_name(output: str | None) -> str:
 
 
 def _drawn(plan: Plan, arguments: Namespace, kind: str) -> str:
+    if kind == "html":
+        with working(arguments, "making the page"):
+            return page(plan)
     chosen = part(view(plan, arguments.view), arguments.module)
     if kind == "json":
         return json.dumps(_data(plan, chosen, arguments.view), indent=1)

@@ -18,7 +18,7 @@ from autotp.errors import PlanError, message
 from autotp.graphs.arguments import arguments_of
 from autotp.graphs.symbols import display, symbol_names
 from autotp.placement import locate
-from autotp.planning import Plan
+from autotp.planning import Plan, WholeAxis
 from autotp.printing import target_text
 from autotp.program import Program
 from autotp.rules import rule_for
@@ -132,9 +132,9 @@ class _Describe:
                 self._pairs.update({w: (axis.kind, part, axis.name) for w in weights})
         self._views: dict[Node, str] = {}  # views of weights
         self._barred: dict[str, list[str]] = {}
-        for name, whole in plan.facts.whole.items():
+        for whole in plan.facts.whole.values():
             if whole.node:
-                self._barred.setdefault(whole.node, []).append(_bar(name, whole))
+                self._barred.setdefault(whole.node, []).append(_bar(whole))
 
     def view(self, title: str) -> View:
         nodes = list(self._program.graph.nodes)
@@ -207,7 +207,7 @@ class _Describe:
             self._views[node] = str(node.target)
         sources = node.all_input_nodes
         weights = [self._views[n] for n in sources if n in self._views]
-        if node.op != "call_function" or not weights:
+        if node.op != "call_function" or not weights or not _has_tensor(node.meta.get("val")):
             return "", "", ""
         if len(weights) == len(sources) == 1:
             self._views[node] = weights[0]
@@ -244,9 +244,9 @@ class _Describe:
         return f"{name}, {where}" if where else name
 
 
-def _bar(name: str, whole: Any) -> str:
-    what = f"the {whole.kind} pair of {whole.units} units" if whole.kind else f"axis {name}"
-    return f"{what}: {whole.reason}"
+def _bar(whole: WholeAxis) -> str:
+    what = f"a pair of {whole.units} units ({whole.kind}): " if whole.kind else ""
+    return what + whole.reason
 
 
 def _operator(node: Node) -> str:
