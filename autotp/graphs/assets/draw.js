@@ -146,7 +146,7 @@ function drawCluster(cluster, at, graph) {
   const module = MODULES.get(cluster.path);
   const text = relative(cluster.path) + (module.kind ? "  " + module.kind : "");
   group.append(make("rect", { x, y, width: at.width, height: at.height + top - 4, rx: 8 }));
-  group.append(make("text", { x: x + 8, y: y + 13, class: "cluster-title" }, "\u2212 " + cut(text, Math.max(8, Math.floor(at.width / 6.4)))));
+  group.append(make("text", { x: x + at.width - 8, y: y + 13, class: "cluster-title" }, "\u2212 " + cut(text, Math.max(8, Math.floor(at.width / 6.4)))));
   group.append(make("title", {}, "fold " + cluster.path));
   group.addEventListener("click", (event) => { event.stopPropagation(); fold(cluster.id, false); });
   return group;

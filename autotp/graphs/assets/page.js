@@ -1,7 +1,12 @@
 "use strict";
 // The module tree, the search, the rank, and what clicks do.
 
-const treeOpen = new Set([""]);
+const treeOpen = new Set([""]); // the way to the layers is open from the start
+for (const run of RUNS.keys()) {
+  if (MODULES.get(run).path.split(".").filter((part) => /^\d+$/.test(part)).length > 1) continue;
+  treeOpen.add("run:" + run);
+  for (const path of parents(MODULES.get(run).parent)) treeOpen.add(path);
+}
 
 function focusOn(path, chosen = null) {
   state.focus = path;
@@ -138,7 +143,8 @@ function search(text) {
   const words = text.toLowerCase().split(/\s+/).filter((word) => word);
   if (!words.length) return [];
   const fits = (name) => words.every((word) => name.toLowerCase().includes(word));
-  const found = [...MODULES.values()].filter((m) => m.path && fits(m.path + " " + m.kind))
+  const also = (m) => (m.run ? " layer " + m.name + " block " + m.name : "");
+  const found = [...MODULES.values()].filter((m) => m.path && fits(m.path + " " + m.kind + also(m)))
     .map((m) => ({ text: m.path, note: m.kind, act: () => focusOn(m.path) }));
   for (const value of VALUES) {
     const note = value.role + (value.placement ? ", " + value.where : "");
@@ -146,7 +152,7 @@ function search(text) {
       found.push({ text: shortName(value), note, act: () => choose(value.index, true) });
     }
   }
-  const better = (item) => (words.some((word) => item.text.toLowerCase().endsWith(word)) ? 0 : 1);
+  const better = (item) => (item.text.toLowerCase().split(".").pop() === words[words.length - 1] ? 0 : 1);
   return found.sort((a, b) => better(a) - better(b)).slice(0, 60);
 }
 

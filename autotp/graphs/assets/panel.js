@@ -164,10 +164,40 @@ function shareTable(values) {
     table.append(el("tr", {},
       el("td", {}, el("span", { class: "dot", style: "background:" + COLOURS[kind] }), name),
       el("td", {}, el("b", {}, unitsOn(axis, state.rank) + " of " + DATA.axes[axis][1]), " " + unitName(axis)),
-      el("td", {}, same ? widths[0] + " each" : widths.join(" "))));
+      el("td", {}, same ? widths[0] + " each" : runsOf(widths))));
   }
   if (!groups.size) return el("p", { class: "none" }, "nothing here is split");
   return table;
+}
+
+/** `2 \u00d74, 1 \u00d74` for 2 2 2 2 1 1 1 1. */
+function runsOf(widths) {
+  const found = [];
+  for (const width of widths) {
+    const last = found[found.length - 1];
+    if (last && last[0] === width) last[1] += 1;
+    else found.push([width, 1]);
+  }
+  return found.map(([width, times]) => width + (times > 1 ? " \u00d7" + times : "")).join(", ");
+}
+
+/** A list with one line for those that differ in numbers only: the first, and how many there are. */
+function folded(values, describe) {
+  const groups = new Map();
+  for (const value of values) {
+    const key = describe(value).replace(/\d+/g, "#");
+    groups.set(key, [...(groups.get(key) || []), value]);
+  }
+  return el("ul", {}, ...[...groups.values()].map((items) => {
+    if (items.length === 1) {
+      const weight = WEIGHTS.has(items[0].role);
+      return el("li", {}, link(items[0], weight ? describe(items[0]) : ""), weight ? "" : " " + describe(items[0]));
+    }
+    const last = describe(items[items.length - 1]).match(/\d+/g) || [];
+    let at = 0;
+    const text = describe(items[0]).replace(/\d+/g, (n) => (last[at++] === n ? n : n + "\u2026" + last[at - 1]));
+    return el("li", {}, el("b", {}, items.length + " \u00d7 "), text, " ", link(items[0], "first"), " ", link(items[items.length - 1], "last"));
+  }));
 }
 
 function collectivesOf(values) {
@@ -175,8 +205,7 @@ function collectivesOf(values) {
   const of = (role) => values.filter((value) => value.role === role);
   const list = (title, items, note) => {
     if (!items.length) return;
-    found.push(el("h3", {}, title + ": " + items.length), items.length > 40 ?
-      el("p", { class: "none" }, note + "; choose a layer to see each") :
+    found.push(el("h3", { title: note }, title + ": " + items.length), items.length > 8 ? folded(items, where) :
       el("ul", {}, ...items.map((value) => el("li", {}, link(value), " " + where(value)))));
   };
   list("all-reduces forward (g)", of("g"), "after row-parallel products");
@@ -201,19 +230,18 @@ function weightsOf(values) {
   const weights = values.filter((value) => value.role === "parameter");
   const split = weights.filter((value) => value.placement === "S"), whole = weights.filter((value) => value.placement !== "S");
   const found = [];
-  const limit = 40;
   const reason = (value) => (value.explained.split("\n").find((line) => line.startsWith("Why: ")) || "").slice(5).replace(/\.$/, "");
   if (weights.length) found.push(el("h3", {}, "weights whole on every rank: " + whole.length));
   const by = new Map();
   for (const value of whole) by.set(reason(value), [...(by.get(reason(value)) || []), value]);
   for (const [why, items] of by) {
     found.push(el("p", { class: "why" }, "because ", el("b", {}, why)));
-    found.push(el("p", { class: "links" }, ...items.slice(0, limit).map((value) => link(value, relative(value.operator))),
-      items.length > limit ? "and " + (items.length - limit) + " more" : ""));
+    found.push(items.length > 8 ? folded(items, (value) => relative(value.operator)) :
+      el("p", { class: "links" }, ...items.map((value) => link(value, relative(value.operator)))));
   }
   if (weights.length) found.push(el("h3", {}, "weights split: " + split.length));
-  found.push(el("ul", {}, ...split.slice(0, limit).map((value) => el("li", {}, link(value, relative(value.operator)),
-    " [" + localShape(value, state.rank).join(", ") + "] of [" + value.shape.join(", ") + "]"))));
-  if (split.length > limit) found.push(el("p", { class: "none" }, "and " + (split.length - limit) + " more"));
+  const held = (value) => relative(value.operator) + " [" + localShape(value, state.rank).join(", ") + "] of [" + value.shape.join(", ") + "]";
+  found.push(split.length > 8 ? folded(split, held) : el("ul", {}, ...split.map((value) => el("li", {},
+    link(value, relative(value.operator)), held(value).slice(relative(value.operator).length)))));
   return found;
 }
