@@ -11,6 +11,10 @@ class PlanError(AutoTPError, ValueError):
     """The arguments do not fit the model or the ranks."""
 
 
+class InputError(AutoTPError, ValueError):
+    """A file or an argument of a command is wrong."""
+
+
 class CaptureError(AutoTPError):
     """The model cannot be captured as a graph."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -63,8 +64,9 @@ def plan_of(
     inferred, plan = _decided(program, tp, model, layout)
     parted = part(program, inferred, plan, layout)
     if parted is not program:
-        program = parted
+        program, first = parted, plan
         inferred, plan = _decided(program, tp, model, layout)
+        plan = _with_reasons(plan, first)
     sharded, counts = merge(*insert(program, inferred, plan, options))
     for change in (share, fuse):
         sharded = _peephole(change, sharded)
@@ -76,6 +78,13 @@ def _peephole(change: Callable[[Program], Program], program: Program) -> Program
     out."""
     left_out = os.environ.get("AUTOTP_WITHOUT", "").split(",")
     return program if change.__name__ in left_out else change(program)
+
+
+def _with_reasons(plan: Plan, first: Plan) -> Plan:
+    """The reasons of before inputs were taken in parts: too few heads, not the parts of others."""
+    before = {kept.name: kept for kept in first.kept}
+    kept = tuple(before.get(kept.name, kept) for kept in plan.kept)
+    return replace(plan, kept=kept, facts=first.facts)
 
 
 def _decided(program: Program, tp: int, model: str, layout: Plan | None) -> tuple[Inferred, Plan]:

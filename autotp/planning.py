@@ -69,6 +69,28 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class WholeAxis:
+    """An axis that is not split, and why: the node that barred it, and the GEMM pair that it would
+    have been, if any."""
+
+    reason: str
+    node: str
+    kind: str = ""
+    units: int = 0
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What inference found, by the axes' own names: the dims of every captured value (a list where
+    a node returns several), and the axes that may not be split."""
+
+    dims: Mapping[str, Any] = field(default_factory=dict)
+    whole: Mapping[str, WholeAxis] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Collectives:
     """Collectives of one call: all-reduces of activations, gathers of values that leave the module
     and of held parameters, all-reduces of a loss on split logits (a few numbers a token), and, in
@@ -98,6 +120,7 @@ class Plan:
     names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     stages: tuple[tuple[str, Program], ...] = field(default=(), compare=False, repr=False)
     held: tuple[str, ...] = ()  # tensors that lie split and are gathered for each call
+    facts: Facts = field(default=Facts(), compare=False, repr=False)
 
     # ---- facts
 
@@ -143,7 +166,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """A hash of all that ranks must agree on."""
-        data = self._data()
+        data = self.data()
         del data["kept"]  # holds source lines, which may differ between machines
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -174,6 +197,15 @@ class Plan:
 
         return regions(self.program().graph)
 
+    def explain(self, name: str) -> str:
+        """Why a parameter or buffer is split as it is, or what barred it, in a few sentences.
+
+        Raises PlanError with near names if there is no tensor of this name.
+        """
+        from autotp.explaining import explain
+
+        return explain(self, name)
+
     def dump(self, directory: str | Path) -> None:
         """Write plan.txt, plan.json, the graph of each stage and rank, and the graph as GraphML."""
         from autotp.network import write_graphml
@@ -198,9 +230,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        return json.dumps(self._data(), indent=1)
+        return json.dumps(self.data(), indent=1)
 
-    def _data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
+        """The plan as plain lists and dicts, as JSON has them."""
         return {
             "format": FORMAT,
             "model": self.model,

@@ -31,7 +31,7 @@ from autotp.axes import (
     substitute,
 )
 from autotp.placement import locate
-from autotp.planning import Kept, Plan, ShardedAxis, TensorShard
+from autotp.planning import Facts, Kept, Plan, ShardedAxis, TensorShard, WholeAxis
 from autotp.program import Program
 from autotp.unify import Bar
 from passes.infer import Inferred
@@ -89,7 +89,9 @@ def choose(
     )
     tensors = _tensors(program, inferred, names)
     kept = _kept(program, inferred, pairs, shares, refused) if tp > 1 else ()
-    plan = Plan(model, tp, axes, tensors, kept, names=names)
+    dims = {node.name: value for node, value in inferred.dims.items()}
+    facts = Facts(dims, _whole(inferred, pairs, shares, refused))
+    plan = Plan(model, tp, axes, tensors, kept, names=names, facts=facts)
     if layout is not None:
         used = {str(n.target) for n in program.graph.nodes if n.op == "get_attr"}
         plan = _hold(plan, layout, used)
@@ -319,6 +321,19 @@ def _kept(
         source = locate(by_name[where]) if where else ""
         result.append(Kept(name, reason, where, source))
     return tuple(result)
+
+
+def _whole(
+    inferred: Inferred, pairs: tuple[GemmPair, ...], shares: Shares, refused: Mapping[str, str]
+) -> dict[str, WholeAxis]:
+    """Every axis that is barred or refused, as a pair if it is one."""
+    found = {axis: WholeAxis(bar.reason, bar.node) for axis, bar in inferred.bars.items()}
+    for pair in pairs:
+        if pair.axis in refused:
+            node = pair.bar.node if pair.bar else ""
+            facts = (pair.kind, pair.units, pair.columns, pair.rows)
+            found[pair.axis] = WholeAxis(refused[pair.axis], node, *facts)
+    return {axis: whole for axis, whole in found.items() if axis not in shares}
 
 
 def _why(

@@ -1,0 +1,86 @@
+"""`autotp plan`: what is split over the ranks, how, and why the rest is not."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from autotp.commands.files import read_text, write_text
+from autotp.commands.models import load
+from autotp.commands.output import show, working
+from autotp.errors import InputError, PlanError, message
+from autotp.planning import Plan
+
+
+def run(arguments: Namespace) -> int:
+    """Print the plan, and write what is asked for."""
+    plan = _saved(arguments) if arguments.plan else made(arguments)
+    if arguments.save:
+        write_text(arguments.save, plan.to_json() + "\n")
+    if arguments.dump:
+        with working(arguments, f"writing {arguments.dump}"):
+            _dump(plan, arguments.dump)
+    if arguments.explain:
+        found = {name: _explained(plan, name) for name in arguments.explain}
+        show(arguments, "\n\n".join(found.values()), found)
+    else:
+        show(arguments, str(plan), plan.data())
+    return 0
+
+
+def _explained(plan: Plan, name: str) -> str:
+    try:
+        return plan.explain(name)
+    except PlanError as error:
+        raise InputError(str(error)) from error
+
+
+def made(arguments: Namespace) -> Plan:
+    """The plan of the command line's model, made on meta."""
+    from autotp.api import plan
+
+    if arguments.tp is None:
+        raise InputError(
+            message(
+                "--tp is needed",
+                values="--tp not given",
+                because="a plan is for a number of ranks",
+                try_="--tp 8",
+            )
+        )
+    with working(arguments, "building on meta"):
+        source = load(arguments)
+    with working(arguments, "capturing and planning"):
+        return plan(source.model, arguments.tp, example_inputs=source.example_inputs)
+
+
+def _saved(arguments: Namespace) -> Plan:
+    if arguments.model or arguments.config:
+        return _again(arguments)
+    return read_plan(arguments.plan)
+
+
+def _again(arguments: Namespace) -> Plan:
+    """A saved plan's decisions with the graphs of a model."""
+    from autotp.api import plan
+
+    saved = read_plan(arguments.plan)
+    source = load(arguments)
+    with working(arguments, "capturing and planning"):
+        return plan(source.model, arguments.tp, example_inputs=source.example_inputs, plan=saved)
+
+
+def read_plan(path: str) -> Plan:
+    """A plan from a file; InputError says what is wrong with it, and where."""
+    try:
+        return Plan.from_json(read_text(path))
+    except PlanError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _dump(plan: Plan, directory: str) -> None:
+    try:
+        plan.dump(Path(directory))
+    except OSError as error:
+        because = error.strerror or str(error)
+        raise InputError(message("cannot write", values=directory, because=because)) from error

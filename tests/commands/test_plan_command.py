@@ -1,0 +1,177 @@
+"""`autotp plan` and `autotp verify`: models, JSON, exit codes, and errors that say where."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.commands import main
+from autotp.commands.files import LARGEST
+from tests.models import Function, mlp
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 48, "n_head": 12, "vocab_size": 257}
+SMALL |= {"n_positions": 64, "bos_token_id": 256, "eos_token_id": 256}
+MLP = [f"{ROOT}/tests/models.py:mlp", "--input", "2,4,12"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+def test_a_configuration_becomes_a_plan_without_weights(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config", config, "--tp", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "plan of GPT2LMHeadModel for tp=8" in text
+    assert "heads0..heads1  12     2 2 2 2 1 1 1 1" in text
+
+
+def test_a_directory_and_its_configuration_give_the_same_plan(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(Path(config).parent), "--tp", "3", "--json"]) == 0
+    of_directory = json.loads(capsys.readouterr().out)
+    assert main(["plan", config, "--tp", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == of_directory
+
+
+def test_values_of_a_configuration_can_be_changed(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, "--tp", "2", "--set", "n_layer=1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [axis["name"] for axis in data["axes"]] == ["vocab0", "heads0", "ffn0"]
+    assert main(["plan", config, "--tp", "2", "--set", "n_lyer=1"]) == 2
+    assert "GPT2Config has no n_lyer" in capsys.readouterr().err
+
+
+def test_a_function_gives_the_model_and_arguments_show_a_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", *MLP, "--tp", "3", "--json"]) == 0
+    given = autotp.plan(mlp(), 3, example_inputs=(torch.ones(2, 4, 12),))
+    assert json.loads(capsys.readouterr().out) == json.loads(given.to_json())
+
+
+def test_a_saved_plan_is_shown_without_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = str(tmp_path / "plan.json")
+    assert main(["plan", *MLP, "--tp", "3", "--save", saved]) == 0
+    text = capsys.readouterr().out
+    assert main(["plan", "--plan", saved]) == 0
+    assert capsys.readouterr().out == text
+    assert main(["plan", *MLP, "--plan", saved, "--dump", str(tmp_path / "dump")]) == 0
+    assert (tmp_path / "dump" / "rank2.py").exists()
+
+
+def test_verify_compares_every_rank(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", config, "--tp", "5", "--json", "--set", "n_layer=1"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ok"] and data["tp"] == 5
+    assert {"gradient", "output"} == {row["what"] for row in data["rows"]}
+
+
+def test_verify_exits_with_1_if_something_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *MLP, "--tp", "3", "--limit", "1e-30"]) == 1
+    assert "tensors differ" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_captured_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{__file__}:branching", "--tp", "2"]) == 3
+    assert "torch.export cannot capture Function" in capsys.readouterr().err
+
+
+def branching() -> Any:
+    """A model whose path depends on a value."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.one(x) if x.sum() > 0 else x
+
+    return Function(forward, one=nn.Linear(4, 4)), (torch.ones(2, 4),)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{"model_type": "gpt2",\n "n_layer": }', "line 2, column 13"),
+        ("", "line 1, column 1"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[1]", "a list, not an object"),
+        ('{"n": ' + "9" * 5000 + "}", "digits"),
+        ("{}", "model_type None"),
+        ('{"model_type": "<script>"}', "'<script>'"),
+        ('{"model_type": "gpt2", "n_embd": "x"}', "n_embd"),
+        ('{"model_type": "gpt2", "n_embd": 7, "n_head": 2}', "cannot make a model"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_with_its_place(
+    text: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    assert main(["plan", "--config", str(path), "--tp", "2"]) == 2
+    assert where in capsys.readouterr().err
+
+
+def test_a_file_of_100_mb_is_refused_unread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        file.truncate(100 << 20)
+    for option in ("--config", "--plan"):
+        assert main(["plan", option, str(path), "--tp", "2"]) == 2
+        assert f"larger than {LARGEST:,} bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["plan", "--tp", "2"], "one model is needed"),
+        (["plan", "a", "--config", "b", "--tp", "2"], "one model is needed"),
+        (["plan", *MLP], "--tp is needed"),
+        (["plan", "no/such.json", "--tp", "2"], "No such file"),
+        (["plan", "no_such:function", "--tp", "2"], "No module named 'no_such'"),
+        (["plan", "tests.models:nothing", "--tp", "2"], "no function tests.models:nothing"),
+        (["plan", "tests.models:refill", "--tp", "2"], "cannot call tests.models:refill"),
+        (["plan", "tests.spawn:Path", "--tp", "2"], "gives no model"),
+        (["plan", "tests.models:mlp", "--tp", "2", "--input", "2,x"], "--input is no shape"),
+        (["plan", "tests.models:mlp", "--tp", "2", "--input", "2:int99"], "this is no dtype"),
+        (["plan", "tests.models:mlp", "--tp", "2", "--set", "x"], "--set needs KEY=VALUE"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "x", "99999999", "1.5"])
+def test_a_bad_number_of_ranks_exits_with_2(size: str) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", *MLP, "--tp", size])
+    assert done.value.code == 2
+
+
+def test_the_help_imports_no_torch() -> None:
+    code = "import sys\nfrom autotp.commands import main\n"
+    code += (
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
