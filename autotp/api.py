@@ -37,6 +37,7 @@ def plan(
     plan: Plan | None = None,
     logits: str = "auto",
     random: str = "own",
+    sequence_parallel: bool = False,
 ) -> Plan:
     """What `parallelize` would do for `tp` ranks, and why. Reads no weight, needs no process group.
 
@@ -47,7 +48,7 @@ def plan(
     Raises PlanError for a bad tp or missing inputs, CaptureError if the model cannot be captured.
     """
     _check_model(model)
-    options = Options(logits, random)
+    options = Options(logits, random, sequence_parallel)
     size = plan.tp if tp is None and plan is not None else tp
     _check_size(size)
     assert size is not None
@@ -67,6 +68,7 @@ def parallelize(
     devices: Sequence[str | torch.device] | None = None,
     logits: str = "auto",
     random: str = "own",
+    sequence_parallel: bool = False,
     checkpoint: str | Path | None = None,
 ) -> TensorParallel | Lockstep:
     """This rank's part of a model, which computes with its peers what the model computes.
@@ -87,6 +89,10 @@ def parallelize(
     group's first rank, for comparisons; parts are gathered for it. Both follow `torch.manual_seed`
     on the group's first rank, however the others are seeded.
 
+    With `sequence_parallel` norms, dropout and residuals outside of regions work on a slice of the
+    sequence on each rank, which saves their memory (Korthikanti et al. 2022); calls that are given
+    caches do without.
+
     With `checkpoint` (a directory with model.safetensors or its index, or a .safetensors file) the
     model's own weights are not read and can be on meta: each rank reads the slices that it holds,
     in the model's dtype.
@@ -96,7 +102,7 @@ def parallelize(
     captured, CheckpointError if the checkpoint cannot be read or does not fit.
     """
     _check_model(model)
-    options = Options(logits, random)
+    options = Options(logits, random, sequence_parallel)
     if devices is not None:
         return _in_process(model, tp, example_inputs, plan, devices, options, checkpoint)
     ranks = resolve_group(tp, mesh, group)
@@ -121,6 +127,7 @@ def verify(
     example_inputs: Any = None,
     backward: bool = True,
     dropout: bool = False,
+    sequence_parallel: bool = False,
     dtype: torch.dtype | None = None,
     limit: float | None = None,
 ) -> Report:
@@ -135,7 +142,7 @@ def verify(
     _check_model(model)
     twin, notes = prepared(model, dtype, dropout)
     args, kwargs = _call(twin, example_inputs)
-    options = Options("gather", "whole" if dropout else "own")
+    options = Options("gather", "whole" if dropout else "own", sequence_parallel)
     lockstep = _in_process(twin, tp, (args, kwargs), None, ["cpu"] * tp, options)
     kind = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
     bound = limit or (1e-5 if kind.itemsize >= 4 else 0.05)

@@ -44,4 +44,5 @@ def write_graphml(graph: Graph, path: Path) -> None:
 
 
 def _differs(node: Node) -> bool:
-    return str(node.meta.get("placement") or "I")[0] in "RSP"
+    """Slices of the sequence aside, which lie between regions."""
+    return str(node.meta.get("placement") or "I")[0] in "RSP" and "sliced" not in node.meta

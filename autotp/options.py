@@ -20,10 +20,12 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Options:
-    """`logits` and `random` as `parallelize` describes them. PlanError for an unknown word."""
+    """`logits`, `random` and `sequence_parallel` as `parallelize` describes them. PlanError for an
+    unknown word."""
 
     logits: str = "auto"
     random: str = "own"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name, (words, why) in _KNOWN.items():

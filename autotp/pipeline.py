@@ -30,6 +30,7 @@ from passes.match import match
 from passes.merge import merge
 from passes.normalize import normalize
 from passes.part import part
+from passes.sequence import sequence
 from passes.share import share
 from passes.unmask import unmask
 
@@ -68,6 +69,8 @@ def plan_of(
         inferred, plan = _decided(program, tp, model, layout)
         plan = _with_reasons(plan, first)
     sharded, counts = merge(*insert(program, inferred, plan, options))
+    if options.sequence_parallel:
+        sharded, counts = sequence(sharded, counts, ranks=tp)
     for change in (share, fuse):
         sharded = _peephole(change, sharded)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)

@@ -94,13 +94,21 @@ class Facts:
 class Collectives:
     """Collectives of one call: all-reduces of activations, gathers of values that leave the module
     and of held parameters, all-reduces of a loss on split logits (a few numbers a token), and, in
-    the backward pass, gathers of gradients of inputs that are taken in parts."""
+    the backward pass, gathers of gradients of inputs that are taken in parts.
+
+    With sequence parallelism: reduce-scatters instead of g; gathers of slices for regions, and for
+    operators that need the whole; and those of the backward pass."""
 
     forward: int = 0
     backward: int = 0
     gathers: int = 0
     loss: int = 0
     parts: int = 0
+    reduce_scatters: int = 0
+    sequence_gathers: int = 0
+    sequence_wholes: int = 0
+    backward_reduce_scatters: int = 0
+    backward_sequence_gathers: int = 0
 
 
 @dataclass(frozen=True)
@@ -327,6 +335,13 @@ def _text(plan: Plan) -> list[str]:
         f"{counts.backward} backward (f){gathers}"
         + (f"; {counts.parts} gathers backward of inputs in parts" if counts.parts else "")
     )
+    if counts.reduce_scatters:
+        gathered = counts.sequence_gathers + counts.sequence_wholes
+        lines.append(
+            f"sequence in slices: {counts.reduce_scatters} reduce-scatters and {gathered} "
+            f"all-gathers forward, {counts.backward_reduce_scatters} and "
+            f"{counts.backward_sequence_gathers} backward"
+        )
     sizes = [plan.parameters(rank) for rank in range(plan.tp)]
     total = sum(torch.Size(t.shape).numel() for t in plan.tensors if t.kind == "parameter")
     lines.append(f"parameters per rank: {_runs([f'{s:,}' for s in sizes])} of {total:,}")

@@ -30,14 +30,24 @@ from autotp.runtime.collectives import (
     scatter_to_region,
 )
 from autotp.runtime.random import draw, next_seed
+from autotp.runtime.sequence import (
+    gather_from_sequence,
+    gather_sequence_to_region,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
 
 _WITH_GROUP = {
     copy_to_region,
     draw,
     gather_from_region,
+    gather_from_sequence,
+    gather_sequence_to_region,
     next_seed,
     reduce_from_region,
+    reduce_scatter_to_sequence,
     scatter_to_region,
+    scatter_to_sequence,
     vocabulary.cross_entropy,
     vocabulary.embedding,
 }

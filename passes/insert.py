@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from autotp.axes import Axis, Dim, Ranges, Shares, is_sharded, leaves, ranges, substitute
 from autotp.caches import paths_in
+from autotp.gradients import needs_grad
 from autotp.options import DEFAULTS, Options
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
@@ -41,7 +42,6 @@ from autotp.runtime.collectives import (
 )
 from autotp.runtime.outputs import LocalOutput
 from autotp.runtime.random import draw, next_seed
-from autotp.runtime.regions import enter_grad_mode, leave_grad_mode
 from passes.infer import Inferred
 
 _LINEAR_VIEWS = (view.regroup, view.permute, view.adjoint, view.expand)
@@ -82,7 +82,7 @@ class _Insert:
         self.forward = self.backward = self.copies = self.gathers = self.loss = self.parts = 0
         self._tensors, self._plan, self._shares = program.tensors, plan, plan.shares
         self._dims = {node: _renamed(value, plan) for node, value in inferred.dims.items()}
-        self._may, self._does = _needs_grad(program, any_parameter=True), _needs_grad(program)
+        self._may, self._does = needs_grad(program, any_parameter=True), needs_grad(program)
         self._contracts = {
             use.node
             for use, dim in zip(inferred.uses, inferred.use_dims, strict=True)
@@ -409,30 +409,3 @@ def _is_random(node: Node) -> bool:
     if target is aten.scaled_dot_product_attention.default:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     return True
-
-
-def _needs_grad(program: Program, any_parameter: bool = False) -> dict[Node, bool]:
-    """Which values may get a gradient; with `any_parameter` also if a parameter is frozen now."""
-    result: dict[Node, bool] = {}
-    blocked: list[bool] = []
-    for node in program.graph.nodes:
-        if node.target is enter_grad_mode:
-            blocked.append(node.args[0] is False)
-        elif node.target is leave_grad_mode:
-            blocked.pop()
-        value = node.meta.get("val")
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        floating = any(
-            isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
-            for v in values
-        )
-        if node.op == "get_attr":
-            spec = program.tensors[str(node.target)]
-            found = spec.kind == "parameter" and (any_parameter or spec.requires_grad)
-        elif node.op == "placeholder":
-            found = any_parameter or (isinstance(value, torch.Tensor) and value.requires_grad)
-        else:
-            found = any(result[source] for source in node.all_input_nodes) and not any(blocked)
-            found = found and node.target is not aten.detach.default
-        result[node] = found and floating
-    return result

@@ -39,7 +39,7 @@ def localize(program: Program, plan: Plan, *, rank: int, shapes: bool = False) -
         if node.op == "call_function" and _concerns(node, plan.shares):
             _rewrite(graph, node, made, plan.shares, rank)
         if shapes and node.op != "output":
-            _reshape_example(made, plan.shares, rank)
+            _reshape_example(made, plan.shares, rank, plan.tp)
     return replace(program, graph=graph, provenance=(*program.provenance, f"sizes of rank {rank}"))
 
 
@@ -199,14 +199,20 @@ def _repeat(graph: Graph, node: Node, before: Any, after: Any, shares: Shares, r
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "output_size"}
 
 
-def _reshape_example(node: Node, shares: Shares, rank: int) -> None:
+def _reshape_example(node: Node, shares: Shares, rank: int, ranks: int) -> None:
     """Give an example value its local shape."""
     value, dims = node.meta.get("val"), node.meta.get("dims") or ()
+    if isinstance(value, torch.Tensor) and "sliced" in node.meta:
+        shape: list[Any] = list(value.shape)
+        size, at = shape[node.meta["sliced"]], node.meta["sliced"]
+        shape[at] = size * (rank + 1) // ranks - size * rank // ranks
+        node.meta["val"] = value.new_empty(shape)
+        return
     if not isinstance(value, torch.Tensor) or not _sharded(dims, shares):
         return
     if node.meta.get("placement", "I")[0] != "S":
         return
-    shape: list[Any] = list(value.shape)
+    shape = list(value.shape)
     for i, dim in enumerate(dims):
         if is_sharded(dim, shares):
             here, pair = local_size(dim, shares, rank), ratio(dim, shares, rank)

@@ -29,18 +29,32 @@ from autotp.runtime.collectives import (
     reduce_from_region,
     scatter_to_region,
 )
+from autotp.runtime.sequence import (
+    gather_from_sequence,
+    gather_sequence_to_region,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
 
 ROLES = {
     copy_to_region: "f",
     reduce_from_region: "g",
     gather_from_region: "gather",
     scatter_to_region: "scatter",
+    reduce_scatter_to_sequence: "reduce-scatter",
+    gather_sequence_to_region: "gather slices for a region",
+    gather_from_sequence: "gather slices",
+    scatter_to_sequence: "slice",
 }
 NOTES = {
     "f": "identity; an all-reduce in backward",
     "g": "all-reduce; identity in backward",
     "gather": "all-gather; own part in backward",
     "scatter": "own part; an all-gather in backward",
+    "reduce-scatter": "reduce-scatter; an all-gather in backward",
+    "gather slices for a region": "all-gather; a reduce-scatter in backward",
+    "gather slices": "all-gather; own slice in backward",
+    "slice": "own slice; an all-gather in backward",
 }
 
 

@@ -103,9 +103,8 @@ def _claimed(state: State, node: Node, call: Call, value: Value) -> Value:
         raise Refused(SIZE)
     held = tuple(axes.ranges(tail, shares, rank) for rank in range(state.plan.tp))
     layout = layout_of(held, axes.size(tail) or 0).repeated(copies)
-    if operators.TABLE[call.name] in operators.UNIFORM and not views.is_uniform(
-        call, at[0], layout
-    ):
+    uniform = operators.TABLE[call.name] in operators.UNIFORM
+    if layout is None or (uniform and not views.is_uniform(call, at[0], layout)):
         raise Refused(SIZE)
     return state.split(value, Place(at[0], layout))
 

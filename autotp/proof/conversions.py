@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from autotp.proof import shapes
-from autotp.proof.layout import Layout
+from autotp.proof.layout import Layout, slices_of
 from autotp.proof.state import State
 from autotp.proof.values import Place, Refused, Value
 from autotp.runtime import vocabulary
@@ -22,6 +23,13 @@ from autotp.runtime.collectives import (
     reduce_from_region,
     scatter_to_region,
 )
+from autotp.runtime.sequence import (
+    gather_from_sequence,
+    gather_sequence_to_region,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
+from autotp.sizes import Size
 
 
 def _operand(state: State, node: Node, kind: str) -> Value:
@@ -57,6 +65,51 @@ def scatter(state: State, node: Node) -> Value:
     """I to S."""
     value = _operand(state, node, "I")
     return state.split(value, Place(*_where(state, node, value)))
+
+
+def reduce_scatter(state: State, node: Node) -> Value:
+    """P to S, in slices."""
+    return _sliced(state, node, replace(_operand(state, node, "P"), kind="I"))
+
+
+def slice_up(state: State, node: Node) -> Value:
+    """I to S, in slices."""
+    return _sliced(state, node, _operand(state, node, "I"))
+
+
+def join(state: State, node: Node) -> Value:
+    """S to I, of slices."""
+    value, (dim, size) = _operand(state, node, "S"), node.args[1:3]
+    assert isinstance(dim, int)
+    slices = slices_of(value.sizes[dim], state.plan.tp)
+    if value.split_at(dim) != slices or _size(state, size) != slices.size:
+        raise Refused("a gather takes other slices than the ranks hold")
+    shape = tuple(map(shapes.example, value.whole))
+    return replace(value, kind="I", shape=shape, dim=0, layout=None)
+
+
+def join_to_region(state: State, node: Node) -> Value:
+    """S to R, of slices. A value without a gradient is as good as an I."""
+    value = join(state, node)
+    return replace(value, kind="R") if value.grad else value
+
+
+def _sliced(state: State, node: Node, value: Value) -> Value:
+    dim = node.args[1]
+    assert isinstance(dim, int)
+    return state.split(value, Place(dim, slices_of(value.sizes[dim], state.plan.tp)))
+
+
+def _size(state: State, size: Any) -> Size | None:
+    """A size that a conversion is given: a number, or read off a value whose dim is whole."""
+    if isinstance(size, int):
+        return (size, ())
+    if size.target is not torch.ops.aten.sym_size.int:
+        return None
+    source, dim = size.args
+    value = state.values[source]
+    assert isinstance(value, Value)
+    return value.sizes[dim]
 
 
 def _where(state: State, node: Node, value: Value) -> tuple[int, Layout]:
@@ -110,6 +163,10 @@ TABLE: dict[Any, Callable[[State, Node], Value]] = {
     reduce_from_region: reduce,
     gather_from_region: gather,
     scatter_to_region: scatter,
+    reduce_scatter_to_sequence: reduce_scatter,
+    gather_sequence_to_region: join_to_region,
+    scatter_to_sequence: slice_up,
+    gather_from_sequence: join,
     vocabulary.embedding: lookup,
     vocabulary.cross_entropy: loss,
 }

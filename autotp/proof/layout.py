@@ -42,12 +42,12 @@ class Layout:
         """How many of `whole` items the rank holds."""
         return whole * sum(stop - start for start, stop in self.held[rank]) // self.units
 
-    def repeated(self, copies: Size) -> Layout:
-        """The dim laid end to end several times."""
+    def repeated(self, copies: Size) -> Layout | None:
+        """The dim laid end to end several times; None if no layout says so."""
         return _around(self, sizes.multiply(copies, self.before), self.after)
 
-    def stretched(self, copies: Size) -> Layout:
-        """Each item becomes a run of copies."""
+    def stretched(self, copies: Size) -> Layout | None:
+        """Each item becomes a run of copies; None if no layout says so."""
         return _around(self, self.before, sizes.multiply(self.after, copies))
 
     def thinned(self, step: int) -> Layout | None:
@@ -77,6 +77,35 @@ class Layout:
         if found is None:
             return None
         return layout_of(tuple(window(held, start, stop) for held in found), stop - start)
+
+
+class Slices(Layout):
+    """A dim of any length in runs as equal as can be (see `autotp.runtime.sequence.slices`): one
+    unit, of which nothing is cut or copied."""
+
+    def __str__(self) -> str:
+        return f"{sizes.text(self.after)} in {len(self.held)} slices"
+
+    def local(self, whole: int, rank: int) -> int:
+        """How many of `whole` items the rank holds."""
+        return whole * (rank + 1) // len(self.held) - whole * rank // len(self.held)
+
+    def repeated(self, copies: Size) -> None:
+        """None: the parts would not be runs."""
+
+    def stretched(self, copies: Size) -> None:
+        """None: the parts would not be as equal as can be."""
+
+    def thinned(self, step: int) -> None:
+        """None: the parts would not be as equal as can be."""
+
+    def ranges(self) -> None:
+        """None: the dim may have any length."""
+
+
+def slices_of(size: Size, ranks: int) -> Slices:
+    """A dim of `size` items in slices."""
+    return Slices(ONE, 1, ((),) * ranks, size)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -73,7 +73,7 @@ def repeat(call: Call) -> Result:
     copies = sizes.divide(out[at], x.sizes[x.dim])
     if copies is None:
         raise Refused(CUTS)
-    return Place(at, _at(x).repeated(copies))
+    return Place(at, _known(_at(x).repeated(copies)))
 
 
 def repeat_interleave(call: Call) -> Result:
@@ -86,7 +86,7 @@ def repeat_interleave(call: Call) -> Result:
         return Place(x.dim, _at(x))
     if copies is None or not isinstance(call.given["repeats"], int):
         raise Refused(CUTS)
-    return Place(x.dim, _at(x).stretched(copies))
+    return Place(x.dim, _known(_at(x).stretched(copies)))
 
 
 def split(call: Call) -> Result:

@@ -23,6 +23,8 @@ from autotp.runtime.launch import process_group
 
 _PATIENCE = 1800.0  # seconds; as long as torch.distributed waits for a peer
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch 2.13 gave it a new name
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Group:
@@ -75,6 +77,21 @@ class Group:
         if width:
             dist.all_gather(list(rows.unbind(0)), mine.contiguous(), group=self._peers)
         return [rows[r, :n].view(tuple(shapes[r])) for r, n in enumerate(counts)]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over the ranks of the part that is for this rank. Not differentiable.
+
+        Backends scatter equal parts only, so all are padded to the largest.
+        """
+        mine, width = parts[self.rank], max(part.numel() for part in parts)
+        if self.size == 1 or not width:
+            return mine
+        buffer = mine.new_zeros(self.size, width)
+        for row, part in zip(buffer, parts, strict=True):
+            row[: part.numel()] = part.detach().reshape(-1)
+        out = mine.new_empty(width)
+        _reduce_scatter(out, buffer.view(-1), group=self._peers)
+        return out[: mine.numel()].view(mine.shape)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of the group's rank `src` (not of the world's)."""

@@ -34,6 +34,13 @@ from autotp.runtime.collectives import (
 from autotp.runtime.module import TensorParallel
 from autotp.runtime.random import draw, next_seed, ticket
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
+from autotp.runtime.sequence import (
+    gather_from_sequence,
+    gather_sequence_to_region,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+    slices,
+)
 from autotp.runtime.sharded import plain
 
 
@@ -299,11 +306,32 @@ def _first(calls: Sequence[Any]) -> list[Tensor]:
     return [args[0] for args in calls]
 
 
+def _reduce_scatter(calls: Sequence[Any]) -> Any:
+    dim = calls[0][1]
+    return _Scatter.apply(dim, _slices(calls), *_Reduce.apply(*_first(calls)))
+
+
+def _gather_to_region(calls: Sequence[Any]) -> Any:
+    dim, size = calls[0][1:3]
+    return _Copy.apply(*_Gather.apply(dim, slices(size, len(calls)), *_first(calls)))
+
+
+def _slices(calls: Sequence[Any]) -> tuple[Ranges, ...]:
+    x, dim = calls[0][:2]
+    return slices(x.shape[dim], len(calls))
+
+
 _JOINT: dict[Any, Callable[..., Any]] = {
     next_seed: lambda calls: [ticket()] * len(calls),
     copy_to_region: lambda calls: _Copy.apply(*_first(calls)),
     reduce_from_region: lambda calls: _Reduce.apply(*_first(calls)),
     gather_from_region: lambda calls: _Gather.apply(*calls[0][1:], *_first(calls)),
     scatter_to_region: lambda calls: _Scatter.apply(*calls[0][1:], *_first(calls)),
+    reduce_scatter_to_sequence: _reduce_scatter,
+    gather_sequence_to_region: _gather_to_region,
+    scatter_to_sequence: lambda calls: _Scatter.apply(calls[0][1], _slices(calls), *_first(calls)),
+    gather_from_sequence: lambda calls: _Gather.apply(
+        calls[0][1], slices(calls[0][2], len(calls)), *_first(calls)
+    ),
     vocabulary.cross_entropy: vocabulary.cross_entropy_of_all,
 }

@@ -289,7 +289,7 @@ def test_a_module_may_have_any_name(name: str) -> None:
     assert_same(model, lockstep, (values(3, 7, WIDTH),))
 
 
-@pytest.mark.parametrize("name", ["plan", "rank", "logits", "skeleton", "debug", "group"])
+@pytest.mark.parametrize("name", ["plan", "rank", "options", "skeleton", "debug", "group"])
 def test_a_name_that_the_result_needs_itself_is_refused_at_the_root(name: str) -> None:
     with pytest.raises(PlanError, match=f"is named '{name}'"):
         parallel(Named(name).double(), 2, (values(2, 5, WIDTH),))

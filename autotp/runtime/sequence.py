@@ -1,0 +1,109 @@
+"""Conversions of sequence parallelism: values outside of regions lie on the ranks in slices.
+
+    reduce_scatter_to_sequence    P -> S(dim)   reduce-scatter   backward: all-gather
+    gather_sequence_to_region     S(dim) -> R   all-gather       backward: reduce-scatter
+    scatter_to_sequence           I -> S(dim)   take own slice   backward: all-gather
+    gather_from_sequence          S(dim) -> I   all-gather       backward: take own slice
+
+As in Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models,
+section 4.2.2), where the first two are called g-bar and g: what an all-reduce sends is sent in two
+halves, and norms, dropout and residuals between them keep a slice only. A dim of `size` items need
+not divide: rank r holds items `size * r // ranks` to `size * (r + 1) // ranks`, which may be none.
+Each backward is again one of the four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.runtime.collectives import Ranges, place, take
+from autotp.runtime.group import Group
+
+
+def slices(size: int, ranks: int) -> tuple[Ranges, ...]:
+    """The items of a dim that each rank holds."""
+    edges = [size * rank // ranks for rank in range(ranks + 1)]
+    return tuple(((a, b),) for a, b in zip(edges, edges[1:], strict=False))
+
+
+def reduce_scatter_to_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The rank's slice of the sum of all ranks' partial sums."""
+    return x if group.size == 1 else _call(_ReduceScatter, x, dim, group)
+
+
+def gather_sequence_to_region(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """All slices, for work that differs on each rank: the gradients are partial sums."""
+    return x if group.size == 1 else _call(_GatherToRegion, x, dim, size, group)
+
+
+def scatter_to_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The rank's slice of a value that all ranks hold."""
+    return x if group.size == 1 else _call(_Scatter, x, dim, group)
+
+
+def gather_from_sequence(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """All slices, for work that is the same on each rank: so are the gradients."""
+    return x if group.size == 1 else _call(_Gather, x, dim, size, group)
+
+
+def _together(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    ranges = slices(size, group.size)
+    shapes = [list(x.shape) for _ in ranges]
+    for shape, ((start, stop),) in zip(shapes, ranges, strict=True):
+        shape[dim] = stop - start
+    return place(group.all_gather(x, shapes), dim, ranges)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        ranges = slices(x.shape[dim], group.size)
+        return group.reduce_scatter([take(x, dim, held) for held in ranges])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _call(_GatherToRegion, grad, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _GatherToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _together(x, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _call(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        # a copy: of a view the whole would stay in memory
+        return take(x, dim, slices(x.shape[dim], group.size)[group.rank]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _call(_Gather, grad, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _together(x, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _call(_Scatter, grad, ctx.dim, ctx.group), None, None, None
+
+
+def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result = function.apply(*args)
+    assert isinstance(result, Tensor)
+    return result
