@@ -161,7 +161,7 @@ class _Slice:
             if made in self.sliced or not isinstance(n.meta.get("val"), torch.Tensor):
                 return made
             if n in also:
-                return self._scatter(n)
+                return self._scatter(n, node)
             return self._through_f(n) if self._may[n] else made
 
         args: Any
@@ -176,25 +176,27 @@ class _Slice:
         return self._slice(node, node.target, args, dim, kwargs)
 
     def _on_wholes(self, node: Node) -> Node:
-        made = self.graph.node_copy(node, self._whole)
+        made = self.graph.node_copy(node, lambda n: self._whole(n, node))
         made.meta = dict(node.meta)
         return made
 
     # ---- conversions
 
     def _slice(self, node: Node, target: Any, args: Any, dim: int, kwargs: Any = None) -> Node:
-        made = self.graph.create_node("call_function", target, args, kwargs or {}, node.name)
+        name = f"slice_{node.name}" if target is scatter_to_sequence else node.name
+        made = self.graph.create_node("call_function", target, args, kwargs or {}, name)
         made.meta = {**node.meta, "placement": f"S({dim}: sequence)", "sliced": dim}
         self.sliced[made] = dim
         return made
 
-    def _scatter(self, source: Node) -> Node:
+    def _scatter(self, source: Node, reader: Node) -> Node:
         if (key := ("scatter", source)) not in self._made:
             lengths = {self._length_of(made) for made in self.sliced}
             dim = _dim_of(source, lengths)
             assert dim is not None
-            args = (self._new[source], dim)
-            self._made[key] = self._slice(source, scatter_to_sequence, args, dim)
+            made = self._slice(source, scatter_to_sequence, (self._new[source], dim), dim)
+            made.meta["calls"] = _common(source, reader)
+            self._made[key] = made
             self.counts["gather of gradients"] += self._does[source]
         return self._made[key]
 
@@ -220,7 +222,7 @@ class _Slice:
         self.counts["f gone"] += self._does[source]
         return made
 
-    def _whole(self, source: Node) -> Node:
+    def _whole(self, source: Node, reader: Node) -> Node:
         value = self._new[source]
         if value not in self.sliced:
             return value
@@ -228,7 +230,8 @@ class _Slice:
             dim = self.sliced[value]
             length = self._length(source.meta["val"].shape[dim])
             made = self.graph.call_function(gather_from_sequence, (value, dim, length))
-            made.meta = {**source.meta, "placement": "I"}
+            made.name = f"whole_{source.name}"
+            made.meta = {**source.meta, "placement": "I", "calls": _common(source, reader)}
             self._made[key] = made
             self.counts["whole"] += 1
         return self._made[key]
@@ -260,6 +263,17 @@ class _Slice:
             made.meta = {"val": size, "calls": ()}
             self._lengths[key] = made
         return self._lengths[key]
+
+
+def _common(one: Node, other: Node) -> tuple[Any, ...]:
+    """The module calls that both nodes are in."""
+    found = []
+    pairs = zip(one.meta.get("calls") or (), other.meta.get("calls") or (), strict=False)
+    for a, b in pairs:
+        if a != b:
+            break
+        found.append(a)
+    return tuple(found)
 
 
 def _tensors(node: Node) -> list[Node]:
