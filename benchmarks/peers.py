@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import autotp
 from autotp.runtime.collectives import place
+from autotp.runtime.sharded import local
 
 MEGATRON: dict[str, Callable[[Any], nn.Module]] = {"gpt2": MegatronGPT2, "llama": MegatronLlama}
 
@@ -109,6 +110,7 @@ class AutoTP(Variant):
         if not self.model.plan.is_sharded(name):
             assert isinstance(grad, Tensor)
             return grad
+        grad = local(grad)
         parts = self.model.group.all_gather(grad, shapes)
         dim = next(d for d in range(grad.dim()) if len({held[d] for held in ranges}) > 1)
         return place(parts, dim, [held[dim] for held in ranges])

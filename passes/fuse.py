@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, Node
 
+from autotp import sizes
 from autotp.program import Program, affected
 from autotp.runtime.regions import SIDE_EFFECTS, enter_autocast
 
@@ -175,7 +176,7 @@ def _polynomial(value: Any, x: Node, seen: set[Node]) -> Polynomial | None:
         return {1: 1.0}
     if isinstance(value, (int, float)):
         return {0: float(value)}
-    if not isinstance(value, Node) or value.kwargs or len(value.args) > 2:
+    if not isinstance(value, Node) or value.kwargs or len(value.args) not in (1, 2):
         return None
     seen.add(value)
     parts = [_polynomial(arg, x, seen) for arg in value.args]
@@ -245,10 +246,10 @@ def _norm(node: Node) -> Match | None:
         if nodes is None or not isinstance(x, Node):
             continue
         added, mean = nodes[1:]
-        square, width = mean.args[0], x.meta["val"].shape[-1]
+        square, width = mean.args[0], sizes.constant(x.meta["val"].shape[-1])
         last = mean.args[1] in ([-1], [x.meta["val"].dim() - 1]) and mean.args[2:] == (True,)
         fits = last and not mean.kwargs and isinstance(added.args[1], float) and not added.kwargs
-        if fits and isinstance(width, int) and _is_square(square, x):
+        if fits and width is not None and _is_square(square, x):
             assert isinstance(square, Node)
             eps = added.args[1]
             return Match(aten.rms_norm.default, (x, [width], None, eps), {}, {*nodes, square})

@@ -26,6 +26,8 @@ from autotp.program import Program, affected
 from autotp.runtime.regions import SIDE_EFFECTS
 
 aten = torch.ops.aten
+# What their schemas do not say: memory as it was found, errors, draws, statistics that are updated.
+_EFFECTS = ("empty", "assert", "dropout", "batch_norm", "instance_norm")
 
 
 def share(program: Program) -> Program:
@@ -39,7 +41,7 @@ def share(program: Program) -> Program:
     known: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
         region += node.target in SIDE_EFFECTS
-        if node in changed or not _is_pure(node):
+        if node in changed or not _is_pure(node) or _is_returned(node):
             continue
         source = _unchanged(node)
         if source is not None:
@@ -71,8 +73,13 @@ def _is_pure(node: Node) -> bool:
         and target.namespace == "aten"
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and not any(kind in str(target) for kind in ("empty", "assert", "dropout"))
+        and not any(kind in str(target) for kind in _EFFECTS)
     )
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether the caller gets the value, and may write to it."""
+    return any(user.op == "output" for user in node.users)
 
 
 def _key(value: Any) -> Hashable:
@@ -82,6 +89,8 @@ def _key(value: Any) -> Hashable:
         return tuple(sorted((name, _key(item)) for name, item in value.items()))
     if isinstance(value, slice):
         return (slice, _key(value.start), _key(value.stop), _key(value.step))
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))  # 0.0 == -0.0
     return (type(value), value)  # 1, 1.0 and True are different operands
 
 
@@ -91,7 +100,7 @@ def _unchanged(node: Node) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or source.op != "call_function":
         return None
-    if any(user.op == "output" for user in node.users) or node.kwargs:
+    if node.kwargs:
         return None
     one = {aten.mul.Tensor: 1, aten.div.Tensor: 1, aten.add.Tensor: 0, aten.sub.Tensor: 0}
     if node.target not in one or isinstance(node.args[1], (Node, bool)):

@@ -174,12 +174,13 @@ class TensorParallel(Whole, Face, Block):
         """What besides a call decides which graph serves it: training, dtype, autocast, and
         activation checkpointing."""
         again = self.training and self.recomputes
-        one = next((p for p in self.parameters() if p.is_floating_point()), None)
-        if one is None:
-            return self.training, None, False, again
-        kind = one.device.type  # the meta device has no autocast
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-        return self.training, one.dtype, autocast, again
+        with plain():
+            one = next((p for p in self.parameters() if p.is_floating_point()), None)
+            if one is None:
+                return self.training, None, False, again
+            kind, dtype = one.device.type, one.dtype
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta has none
+        return self.training, dtype, autocast, again
 
     def as_dtensors(self, mesh: DeviceMesh) -> TensorParallel:
         """Make every parameter a DTensor over `mesh` (the tp ranks), so that FSDP2 can shard it

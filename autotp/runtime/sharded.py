@@ -37,6 +37,7 @@ _EACH = {  # besides what torch tags as pointwise
     *("fill_", "full_like", "masked_fill_", "ones_like", "rand_like", "randn_like", "to"),
     *("type_as", "where", "zero_", "zeros_like"),
 }
+_PRODUCTS = {"addmm", "baddbmm", "bmm", "mm"}
 _SHAPED = {"expand", "expand_as", "flatten", "reshape", "reshape_as", "squeeze", "view", "view_as"}
 _REFUSED = {"H", "T", "mH", "mT", "__contains__", "__getitem__", "__iter__"}
 
@@ -118,6 +119,8 @@ def _wrap(value: Tensor, shard: Shard) -> ShardedTensor:
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a torch function some of whose operands are shards."""
+    if _is_compiled(func, kwargs):
+        return func(*args, **kwargs)
     name = _name(func)
     if name == "_foreach_norm":
         return _norms(args[0], *args[1:], **kwargs)
@@ -140,6 +143,13 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _like(name, value, _first(row)) for value, row in zip(result, _rows(args), strict=True)
         ]
     return result
+
+
+def _is_compiled(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is one that torch.compile makes: an overload by its name, or a product into
+    memory that is there. Both belong to a graph that computes with the part."""
+    product = getattr(func, "__name__", "") in _PRODUCTS and isinstance(kwargs.get("out"), Tensor)
+    return product or isinstance(func, torch._ops.OpOverload)
 
 
 def _like(name: str, result: Tensor, first: Any) -> Tensor:

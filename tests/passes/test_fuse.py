@@ -121,6 +121,18 @@ class Norm(nn.Module):
         return self.down(torch.relu(self.up(y)))  # type: ignore[no-any-return]
 
 
+class Gate(Mlp):
+    """A formula that looks like GELU, with a parameter in it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.slope = nn.Parameter(torch.ones(INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return self.down(0.5 * x * (1.0 + torch.tanh(x * self.slope)))  # type: ignore[no-any-return]
+
+
 def operators(plan: autotp.Plan) -> list[str]:
     targets = [str(node.target) for node in plan.program().graph.nodes]
     return [t.split(".")[1] for t in targets if t.startswith("aten.")]
@@ -152,6 +164,10 @@ def test_other_formulas_stay(function: Any) -> None:
     assert not {"gelu", "silu"} & {*found}
 
 
+def test_a_formula_with_a_parameter_in_it_stays() -> None:
+    assert "tanh" in checked(Gate())
+
+
 def test_constants_need_be_right_to_the_rounding_of_the_dtype() -> None:
     for dtype, fused in ((torch.float32, True), (torch.float64, False)):
         plan = autotp.plan(Mlp(rounded).to(dtype), 2, example_inputs=(values(dtype),))
@@ -163,6 +179,32 @@ def test_rms_norms_become_operators(form: str) -> None:
     found = checked(Norm(form))
     assert "rms_norm" in found and not {"rsqrt", "mean", "pow"} & {*found}
     assert "mul" not in found
+
+
+def test_a_norm_of_the_models_own_input_becomes_an_operator() -> None:
+    class First(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.down.bias
+            return super().forward(x)
+
+    assert "rms_norm" in checked(First(torch.relu))
+
+
+def test_a_norm_in_float32_of_a_model_in_half_precision_keeps_its_dtypes() -> None:
+    class Wide(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.into(x)
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            y = self.weight * wide.to(x.dtype)
+            return self.down(torch.relu(self.up(y)))  # type: ignore[no-any-return]
+
+    model, x = refill(Wide("plain").bfloat16()), values(torch.bfloat16)
+    lockstep = autotp.parallelize(model, devices=["cpu"] * 2, example_inputs=(x,))
+    found, wanted = lockstep(x), model(x)
+    assert {"rms_norm", "to", "mul"} <= {*operators(lockstep.plan)}
+    assert found.dtype == wanted.dtype
+    assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("form", ["fourth", "other dim"])

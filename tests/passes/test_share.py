@@ -72,6 +72,11 @@ def numbers(scale: Tensor) -> Tensor:
     return torch.where(wide > 0, torch.full_like(wide, 2), torch.full_like(wide, 2.0)) * wide
 
 
+def signs(scale: Tensor) -> Tensor:
+    wide = scale.unsqueeze(-1)
+    return torch.atan2(wide.square() * 0.0, wide) + torch.atan2(wide.square() * -0.0, wide)
+
+
 def regions(scale: Tensor) -> Tensor:
     with torch.no_grad():
         fixed = scale.exp()
@@ -142,6 +147,25 @@ def test_adding_zero_to_a_float_stays() -> None:  # -0.0 + 0 is 0.0
 
 def test_numbers_of_another_type_are_other_operands() -> None:
     assert counts(Layers(numbers))["full_like"] == 2
+
+
+def test_the_sign_of_zero_makes_another_operand() -> None:
+    assert counts(Layers(signs))["atan2"] == 2
+
+
+def test_the_caller_gets_each_result_in_memory_of_its_own() -> None:
+    class Two(Layers):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y.exp(), y.exp(), y.exp().sum()
+
+    model = refill(Two(wide).double())
+    lockstep = autotp.parallelize(model, devices=["cpu"] * 2, example_inputs=(values(),))
+    one, two, total = lockstep(values())
+    kept = two.detach().clone()
+    one.detach().zero_()
+    assert torch.equal(two, kept)
+    total.backward()
 
 
 def test_each_dropout_draws_for_itself() -> None:
