@@ -1,4 +1,4 @@
-"""One rank is killed: its peers end with an error, and training goes on from the last checkpoint."""
+"""A rank is killed: its peers end with an error, and training goes on from the last checkpoint."""
 
 from __future__ import annotations
 
