@@ -24,6 +24,7 @@ from autotp.runtime.heads import whole_caches
 from autotp.runtime.module import TensorParallel
 from autotp.runtime.originals import remember
 from autotp.runtime.outputs import LocalOutput
+from autotp.runtime.replicas import watch
 from autotp.runtime.results import assembler
 from autotp.runtime.sharded import Shard, sharded
 from autotp.runtime.weights import shard
@@ -57,6 +58,7 @@ def build(
     _grow(root, skeleton, group, plan)
     _fill(root, model, plan, group.rank, source)
     remember(model)
+    watch()
     first = attach(root, plan)
     root.register(root.read("", *call), first)
     return root

@@ -16,8 +16,9 @@ from autotp.runtime.group import Group
 from autotp.runtime.random import generators, set_generators
 
 # What a pipeline or a trainer reads of a model and that says nothing about its weights.
-_FACTS = "base_model_prefix framework hf_device_map main_input_name name_or_path"
-_FACTS += " input_modalities output_modalities prepare_inputs_for_generation"
+_FACTS = "accepts_loss_kwargs base_model_prefix framework hf_device_map loss_type"
+_FACTS += " input_modalities main_input_name name_or_path output_modalities"
+_FACTS += " prepare_inputs_for_generation"
 FACTS = frozenset(_FACTS.split())
 
 

@@ -3,6 +3,7 @@ classes."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -43,6 +44,9 @@ class TensorParallel(Whole, Face, Block):
     Call it as the original. A call form that was not captured yet (other arguments given, training
     or evaluation, another dtype) is captured when it first comes and shares the parameters.
     """
+
+    def __new__(cls, skeleton: nn.Module, *_: Any) -> TensorParallel:
+        return super().__new__(_with_signature(cls, type(skeleton)))
 
     def __init__(
         self, skeleton: nn.Module, plan: Plan, group: Group, builder: Builder, options: Options
@@ -229,3 +233,15 @@ class TensorParallel(Whole, Face, Block):
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin
+
+
+def _with_signature(kind: type[TensorParallel], original: type[nn.Module]) -> type[TensorParallel]:
+    """A class whose `forward` tells the original's parameters: trainers pick inputs by them."""
+    plain_forward = kind.forward
+
+    @functools.wraps(plain_forward)
+    def forward(self: TensorParallel, *args: Any, **kwargs: Any) -> Any:
+        return plain_forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
