@@ -124,10 +124,10 @@ def compare(
             parts = [values[index] for values in every]
             rows.append(_row(f"output {index}", "output", want, parts, limit))
     if backward:
-        _loss(expected).backward()
+        total_of(expected).backward()
         with seeded():
             joined = lockstep(*args, **kwargs)
-        _loss(pytree.flatten(pack_all(joined))[0]).backward()
+        total_of(pytree.flatten(pack_all(joined))[0]).backward()
         rows += _gradients(model, lockstep, limit)
     report = Report(plan, tuple(rows), limit, notes)
     if report.ok:
@@ -144,7 +144,7 @@ def seeded() -> Iterator[None]:
         yield
 
 
-def _loss(leaves: Sequence[Any]) -> Tensor:
+def total_of(leaves: Sequence[Any]) -> Tensor:
     """A number that depends on every output in another way."""
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros((), dtype=torch.float64)
@@ -180,11 +180,11 @@ def _gradients(model: nn.Module, lockstep: Lockstep, limit: float) -> list[Row]:
 def _row(
     name: str, what: str, want: Tensor, found: Sequence[Any], limit: float, floor: float = 1e-6
 ) -> Row:
-    error = max(_error(want, part, floor) for part in found)
+    error = max(relative_error(want, part, floor) for part in found)
     return Row(name, what, error, error <= limit)
 
 
-def _error(want: Tensor, found: Tensor, floor: float = 1e-6) -> float:
+def relative_error(want: Tensor, found: Tensor, floor: float = 1e-6) -> float:
     """The largest difference relative to the largest value; infinite for other shapes or NaN."""
     if want.shape != found.shape:
         return float("inf")
@@ -219,7 +219,7 @@ def first_wrong(
                 return
             try:
                 parts = _assembled(node, values, plan)
-                error = max((_error(want, part) for part in parts), default=0.0)
+                error = max((relative_error(want, part) for part in parts), default=0.0)
             except RuntimeError as failure:  # parts that do not fit together
                 error = float("inf")
                 found.append(f"{failure}")
