@@ -81,6 +81,10 @@ def test_models_with_parallel_branches_need_one_all_reduce_a_layer() -> None:
         use_parallel_residual=True,
     )
     gptj = GPTJConfig(n_embd=32, n_layer=3, n_head=4, rotary_dim=4, vocab_size=64)
-    for model in (GPTNeoXForCausalLM(neox), GPTJForCausalLM(gptj)):
-        counts = autotp.plan(model.eval(), 2).collectives
+    words = torch.zeros(2, 5, dtype=torch.long)
+    step = {"input_ids": words, "labels": words, "use_cache": False}
+    # GPT-NeoX has a norm for each branch, and so two values that enter split work
+    for model, norms in ((GPTNeoXForCausalLM(neox), 2), (GPTJForCausalLM(gptj), 1)):
+        counts = autotp.plan(model.train(), 2, example_inputs=step).collectives
         assert counts.forward == 3 + 1  # a layer each, and the embedding
+        assert (counts.backward, counts.loss) == (3 * norms + 1, 2)

@@ -143,6 +143,18 @@ def test_a_shard_prints_and_tells_its_facts() -> None:
     assert torch.equal(p, p) and len(p) == 3
 
 
+def test_operators_as_compiled_graphs_call_them_compute_with_the_part() -> None:
+    p = parameter(alone=False).detach()
+    x, out = torch.randn(2, 3), torch.empty(2, 4)
+    wanted = x @ local(p)
+    found = torch.ops.aten.mm.default(x, p)
+    assert type(found) is Tensor and torch.equal(found, wanted)
+    torch.mm(x, p, out=out)
+    assert torch.equal(out, wanted)
+    with pytest.raises(ShardError, match="mm of a shard"):
+        torch.mm(x, p)
+
+
 def test_one_rank_that_overflows_is_seen_by_the_scaler() -> None:
     p = parameter()
     p.grad = torch.full((3, 4), float("inf"))
