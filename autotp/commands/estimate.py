@@ -52,7 +52,9 @@ def run(arguments: Namespace) -> int:
         shown.append(_line(best))
     fits = isinstance(best, Estimate) and best.fits
     if arguments.fit:
-        shown.append(f"smallest tp that fits: {best.tp}" if fits else "none that was tried fits")
+        shown.append(
+            f"smallest tp that fits: {_size(best)[0]}" if fits else "none that was tried fits"
+        )
     data = best.data() if isinstance(best, Estimate) else {"fits": False}
     tried = [{"tp": _size(one)[0], "bytes": _size(one)[1]} for one in found]
     show(
