@@ -21,7 +21,7 @@ BATCH, SEQ, HIDDEN = 4, 128, 192
 @cache
 def step(layers: int, tp: int, again: bool = False) -> Step:
     with torch.device("meta"):
-        sizes = {"n_embd": HIDDEN, "n_head": 4, "n_positions": SEQ, "vocab_size": 512}
+        sizes = {"n_embd": HIDDEN, "n_head": 4, "n_positions": SEQ, "vocab_size": 500}
         model = GPT2LMHeadModel(GPT2Config(n_layer=layers, **sizes)).to(torch.bfloat16)
         ids = torch.ones(BATCH, SEQ, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids, "use_cache": False}

@@ -113,7 +113,7 @@ class _Watch(TorchDispatchMode):
         if key in self._live:
             return False
         size = storage.nbytes()
-        logits = not self._vocabulary.isdisjoint(tensor.shape)
+        logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
         whole = self.placement[:1] in ("I", "R") and tensor.numel() >= self._tokens
         self._live[key] = size, logits, whole
         self._refs[key] = weakref.ref(storage, partial(self._gone, key))
@@ -148,7 +148,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, watch: _Watch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        # kernels lay the heads of a token side by side, so that joining them is no copy
+        rows, heads = (*q.shape[:-3], q.shape[-2]), q.shape[-3:-2]
+        out = q.new_empty((*rows, *heads, v.shape[-1])).transpose(-2, -3) if heads else q.clone()
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.watch = watch
