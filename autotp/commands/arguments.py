@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     _plan(commands)
     _graph(commands)
     _verify(commands)
+    _estimate(commands)
     return root
 
 
@@ -84,6 +85,29 @@ def _verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--limit", type=_positive_number, help="largest relative error (default 1e-5)"
     )
     made.add_argument("--weights", action="store_true", help="read the directory's weights too")
+
+
+def _estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = _command(
+        commands, "estimate", "memory, messages and time of a training step on a described machine"
+    )
+    _tp(made)
+    made.add_argument(
+        "--fit", action="store_true", help="the smallest tp of 1, 2, 4, ... that fits; --tp: most"
+    )
+    made.add_argument("--every", action="store_true", help="with --fit, try every number of ranks")
+    made.add_argument("--machine", choices=["v100", "a100", "h100", "h200"], default="h100")
+    made.add_argument("--precision", choices=["mixed", "float32", "half"], default="mixed")
+    made.add_argument(
+        "--checkpointing", action="store_true", help="count with layers computed again"
+    )
+    made.add_argument("--batch", type=_count, help="default 8 where the model shows no call")
+    made.add_argument("--seq", type=_count, help="default 1024 where the model shows no call")
+    made.add_argument("--memory", type=_positive_number, metavar="GIB", help="of one device")
+    made.add_argument(
+        "--flops-share", type=_positive_number, help="of the peak that products reach"
+    )
+    made.add_argument("--link-share", type=_positive_number, help="of the links' bandwidth")
 
 
 def _command(

@@ -1,0 +1,84 @@
+"""autotp estimate: memory against the formulas of Korthikanti et al. 2022, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autotp
+from autotp.commands import main
+from autotp.estimating.dryrun import Step, dry_run
+from autotp.estimating.machines import MACHINES
+
+BATCH, SEQ, HIDDEN = 4, 128, 192
+
+
+@cache
+def step(layers: int, tp: int, again: bool = False) -> Step:
+    with torch.device("meta"):
+        sizes = {"n_embd": HIDDEN, "n_head": 4, "n_positions": SEQ, "vocab_size": 500}
+        model = GPT2LMHeadModel(GPT2Config(n_layer=layers, **sizes)).to(torch.bfloat16)
+        ids = torch.ones(BATCH, SEQ, dtype=torch.long)
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    made = autotp.plan(model, tp, example_inputs=call)
+    recompute = [f"transformer.h.{i}" for i in range(layers)] if again else []
+    return dry_run(model, made, ((), call), recompute=recompute)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_layer_keeps_what_the_formula_says(tp: int) -> None:
+    """sbh (10 + 24/t), of which the 10 are whole; the scores (5as^2 b/t) are in one kernel."""
+    more = step(2, tp).kept - step(1, tp).kept
+    whole = step(2, tp).kept_whole - step(1, tp).kept_whole
+    unit = BATCH * SEQ * HIDDEN
+    assert more == pytest.approx(unit * (10 + 24 / tp), rel=0.06)
+    if tp > 1:
+        assert whole == pytest.approx(unit * 10, rel=0.06)
+
+
+def test_a_checkpointed_layer_keeps_its_input() -> None:
+    assert step(2, 2, True).kept - step(1, 2, True).kept == BATCH * SEQ * HIDDEN * 2
+    forward = {kind for phase, kind, _ in step(2, 2, True).collectives if phase == "backward"}
+    assert forward == {"all-reduce"}
+    count = [sum(step(2, 2, again).collectives.values()) for again in (False, True)]
+    assert count[1] > count[0]  # messages of the forward are sent again
+
+
+def test_messages_are_those_of_the_plan() -> None:
+    found = step(2, 4).collectives
+    size = BATCH * SEQ * HIDDEN * 2
+    assert found["forward", "all-reduce", size] == 5  # two a layer, one of the embedding
+    assert found["backward", "all-reduce", size] == 5
+    assert found["forward", "all-reduce", BATCH * SEQ * 4] == 1  # maxima of the loss
+
+
+def test_ring_and_tree() -> None:
+    machine = MACHINES["h100"]
+    rate = machine.link_bandwidth * machine.link_share
+    took, name = machine.all_reduce(8e9, 8)
+    assert name == "ring" and took == pytest.approx(2 * 7 / 8 * 8e9 / rate, rel=0.01)
+    assert machine.all_reduce(8.0, 8) == (pytest.approx(6 * machine.latency, rel=0.01), "tree")
+    assert machine.all_reduce(8e9, 1)[0] == 0
+
+
+def test_the_command_fits_and_its_exit_code_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 512, "n_head": 8, "vocab_size": 512}
+    path.write_text(json.dumps(small))
+    call = ["estimate", str(path), "--seq", "8", "--batch", "1", "--json"]
+    memory = ["--memory", "1.04"]  # GiB, of which 1 is reserved
+    assert main([*call, "--fit", *memory]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tp"] == 2 and [one["tp"] for one in found["tried"]] == [1, 2]
+    assert found["assumptions"] and found["memory"]["sequence parallel"]["total"] > 0
+    assert main([*call, "--tp", "1", *memory]) == 1
+    assert not json.loads(capsys.readouterr().out)["fits"]
+    assert main(["estimate", str(path)]) == 2
+    assert "--tp or --fit is needed" in capsys.readouterr().err
