@@ -70,6 +70,8 @@ def on_ranks(rank: int, world: int) -> dict[str, Any]:
     model = model_of()
     one, tp = copy.deepcopy(model), autotp.parallelize(model, tp=world)
     seen: dict[str, Any] = {"wanted": losses(one, STEPS, batch), "found": losses(tp, STEPS, batch)}
+    sliced = autotp.parallelize(model, tp=world, sequence_parallel=True)
+    seen["slices"] = losses(sliced, STEPS, batch)
     tp.load_state_dict(one.state_dict())
     seen["norms"] = norms(one, tp)
     seen["scaler"] = scaler(rank, tp, world)
@@ -283,6 +285,12 @@ def test_fifty_steps_of_adamw_with_clipping(ranks: list[dict[str, Any]]) -> None
     first, last = seen["wanted"][0][0], seen["wanted"][-1][0]
     assert last < first, "it learns"
     assert seen["wanted"][0][1] > 1.0, "it clips"
+
+
+def test_fifty_steps_with_the_sequence_in_slices(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        close(seen["slices"], seen["wanted"], 1e-4)
+        assert seen["slices"] == ranks[0]["slices"]
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole(ranks: list[dict[str, Any]]) -> None:
