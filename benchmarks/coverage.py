@@ -29,12 +29,12 @@ from rounding import moved
 from small_models import configuration_of, example_call, small_model, types
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from work import split_share, whole_products
 
 import autotp
 from autotp import pipeline
 from autotp.errors import CaptureError, CheckError
 from autotp.planning import Plan
+from autotp.work import split_share, whole_products
 from passes.infer import infer
 
 RANKS = (2, 3)

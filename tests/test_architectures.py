@@ -51,6 +51,16 @@ def test_a_small_model_of_the_type_is_exact_and_split(kind: str) -> None:
     assert report.plan.parameters(0) < 0.62 * total
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["albert", "deepseek_v3", "falcon", "gpt_oss", "mamba", "t5"])
+def test_slices_of_the_sequence_are_exact(kind: str) -> None:
+    model = small_model(kind).eval()
+    call = example_call(model)
+    report = autotp.verify(model, TP, example_inputs=call, limit=1e-4, sequence_parallel=True)
+    report.raise_if_failed()
+    assert report.plan.collectives.reduce_scatters > report.plan.collectives.forward
+
+
 class LowRankLinear(nn.Module):
     """A linear layer with an adapter beside it."""
 

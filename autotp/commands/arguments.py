@@ -13,6 +13,7 @@ a model is one of
   path/to/directory      with a config.json (Hugging Face)
   path/to/config.json    a configuration file; also --config FILE
   module:function        that returns a model, or (model, example inputs); also file.py:function
+  llama                  a type of transformers, with the configuration that it has by itself
   owner/name             a name that transformers resolves (its cache, or the network)
 """
 _CODES = """\
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     _graph(commands)
     _verify(commands)
     _estimate(commands)
+    _coverage(commands)
     return root
 
 
@@ -110,8 +112,18 @@ def _estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     made.add_argument("--link-share", type=_positive_number, help="of the links' bandwidth")
 
 
+def _coverage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = _command(
+        commands, "coverage", "of several models: captured or not, and how much is split", many=True
+    )
+    _tp(made)
+
+
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    about: str,
+    many: bool = False,
 ) -> argparse.ArgumentParser:
     made = commands.add_parser(
         name,
@@ -120,8 +132,11 @@ def _command(
         epilog=_MODEL + "\n" + _CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("model", nargs="?", metavar="MODEL", help="see below")
-    made.add_argument("--config", metavar="FILE", help="a configuration file (JSON)")
+    if many:
+        made.add_argument("models", nargs="+", metavar="MODEL", help="see below")
+    else:
+        made.add_argument("model", nargs="?", metavar="MODEL", help="see below")
+        made.add_argument("--config", metavar="FILE", help="a configuration file (JSON)")
     made.add_argument(
         "--set",
         action="append",

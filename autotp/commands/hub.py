@@ -57,6 +57,8 @@ def _config(transformers: Any, name: str) -> Any:
     if path.is_dir():
         path = path / "config.json"
     if not path.exists() and path.suffix != ".json":
+        if name in transformers.CONFIG_MAPPING:  # a type: its own default values
+            return transformers.AutoConfig.for_model(name)
         return _named(transformers, name)
     data = read_object(path)
     kind = data.pop("model_type", None)
