@@ -17,6 +17,7 @@ import torch
 from autotp import axes as ax
 from autotp.axes import Bounds, Dim, Ranges
 from autotp.errors import PlanError, message
+from autotp.reading import check
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -265,8 +266,9 @@ class Plan:
         """Read what `to_json` wrote; PlanError names what is wrong with the text."""
         try:
             data = json.loads(text)
-            if data["format"] != FORMAT:
+            if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
                 raise ValueError(f"format {data['format']}, this version reads {FORMAT}")
+            check(data)
             plan = cls(
                 data["model"],
                 data["tp"],
@@ -280,7 +282,7 @@ class Plan:
                 tuple(Kept(**kept) for kept in data["kept"]),
                 Collectives(**data["collectives"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise PlanError(
                 message(
                     "this is not a plan",

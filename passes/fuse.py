@@ -13,6 +13,7 @@ each step has a dtype of its own, and everything stays as it is written.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -53,15 +54,15 @@ def fuse(program: Program) -> Program:
     for old, made in new.items():
         made.meta = dict(old.meta)
     changed, regions = affected(graph), _regions(graph)
-    count = 0
+    fused = set[Node]()
     for node in reversed(list(graph.nodes)):
         found = _match(node) if node.target in _MULTIPLY and node.users else None
         if found is not None and _apart(node, found, changed, regions):
-            _replace(graph, node, found)
-            count += 1
-    if not count:
+            fused.add(_replace(graph, node, found))
+    if not fused:
         return program
-    note = f"{count} formulas became operators"
+    _name(graph, fused)
+    note = f"{len(fused)} formulas became operators"
     return replace(program, graph=graph, provenance=(*program.provenance, note))
 
 
@@ -92,16 +93,26 @@ def _apart(node: Node, found: Match, changed: set[Node], regions: Mapping[Node, 
     )
 
 
-def _replace(graph: Graph, node: Node, found: Match) -> None:
+def _replace(graph: Graph, node: Node, found: Match) -> Node:
     with graph.inserting_before(node):
         made = graph.call_function(found.target, found.args, found.kwargs)
-    made.name = str(found.target).split(".")[1]
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     dead = {node} | found.nodes
     for old in reversed([n for n in graph.nodes if n in dead]):
         if not old.users:
             graph.erase_node(old)
+    return made
+
+
+def _name(graph: Graph, made: set[Node]) -> None:
+    """Name the new nodes in order: gelu, gelu_1, ..., each name once in the graph."""
+    taken = {node.name for node in graph.nodes} - {node.name for node in made}
+    for node in filter(made.__contains__, graph.nodes):
+        base = str(node.target).split(".")[1]
+        numbered = (f"{base}_{number}" for number in itertools.count(1))
+        node.name = next(name for name in itertools.chain([base], numbered) if name not in taken)
+        taken.add(node.name)
 
 
 # ---- activations

@@ -11,10 +11,12 @@ import networkx as nx
 from autotp.errors import PlanError, message
 from autotp.graphs.select import Part
 from autotp.graphs.text import placement_text
-from autotp.graphs.values import Value
+from autotp.graphs.values import NOTES, Value
 
 COLOURS = {"attention": "#7aa6e8", "mlp": "#7cc48a", "vocabulary": "#e3b04b", "input": "#c39bd3"}
-COLLECTIVES = {"f": "#f2c94c", "g": "#eb7a5b", "gather": "#eb7a5b", "scatter": "#f2c94c"}
+_FORWARD, _BACKWARD = "#eb7a5b", "#f2c94c"  # where messages are sent
+COLLECTIVES = {"f": _BACKWARD, "scatter": _BACKWARD, "slice": _BACKWARD}
+COLLECTIVES |= dict.fromkeys(NOTES.keys() - COLLECTIVES.keys(), _FORWARD)
 
 
 def dot_text(chosen: Part) -> str:

@@ -84,7 +84,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
 FIELDS = (
     *("name", "#role", "#operator", "arguments", "operands", "#module", "#kind", "#source"),
     *("#dtype", "#shape", "#dims", "results", "#placement", "#where", "#axis", "#pair", "#part"),
-    *("#rule", "#bars", "#whole", "explained"),
+    *("#rule", "#bars", "#whole", "#slice", "explained"),
 )
 
 
@@ -93,7 +93,8 @@ def _value(value: Value, numbers: dict[str, int], table: _Table, plan: Plan) -> 
     arguments = [
         numbers.get(p.name, p.name) if isinstance(p, Operand) else [p] for p in value.arguments
     ]
-    dims = [tree(dim, plan.shares) for dim in value.dims] if value.placement == "S" else []
+    split = value.placement == "S" and value.slice is None
+    dims = [tree(dim, plan.shares) for dim in value.dims] if split else []
     return [
         value.name,
         table(value.role),
@@ -115,6 +116,7 @@ def _value(value: Value, numbers: dict[str, int], table: _Table, plan: Plan) -> 
         table(value.rule),
         table(_distinct(value.bars)),
         table(_distinct(value.whole)),
+        table(value.slice),
         explain(plan, value.operator, chain=False) if tensor else "",
     ]
 

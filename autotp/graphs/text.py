@@ -58,6 +58,8 @@ def placement_text(value: Value) -> str:
     """`S(2: heads0*64)`, or the letter."""
     if value.placement != "S":
         return value.placement
+    if value.slice is not None:
+        return f"S({value.slice}: sequence)"
     for at, dim in enumerate(value.dims):
         if value.axis and value.axis in str(dim):
             return f"S({at}: {dim})"

@@ -82,6 +82,7 @@ class Value:
     rule: str = ""
     bars: tuple[str, ...] = ()  # what this operator bars
     whole: tuple[str, ...] = ()  # why its dims are not split
+    slice: int | None = None  # the dim of which ranks hold slices: sequence parallelism
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class _Describe:
             _rule(captured) if of_operator and captured is not None else "",
             tuple(self._barred.get(captured.name, ())) if of_operator and captured else (),
             self._why_whole(captured, placement, dtype),
+            _slice(node) if placement == "S" else None,
         )
 
     def _shape(self, value: Any) -> tuple[tuple[str, ...], str, int]:
@@ -258,6 +260,11 @@ class _Describe:
         return f"{name}, {where}" if where else name
 
 
+def _slice(node: Node) -> int | None:
+    found = re.match(r"S\((\d+): sequence\)", node.meta["placement"])
+    return int(found[1]) if found else None
+
+
 def _bar(whole: WholeAxis) -> str:
     what = f"a pair of {whole.units} units ({whole.kind}): " if whole.kind else ""
     return what + whole.reason
@@ -301,9 +308,20 @@ def local_shape(value: Value, plan: Plan, rank: int) -> tuple[str, ...]:
     """The shape that a value has on a rank."""
     if value.placement != "S":
         return value.shape
+    if value.slice is not None:
+        size = value.shape[value.slice]
+        here = _share(size, plan.tp, rank)
+        return (*value.shape[: value.slice], here, *value.shape[value.slice + 1 :])
     return tuple(
         _local(whole, dim, plan, rank) for whole, dim in zip(value.shape, value.dims, strict=False)
     )
+
+
+def _share(size: str, ranks: int, rank: int) -> str:
+    """A rank's slice of a sequence; of a length that is not fixed about `seq/8`."""
+    if not size.isdigit():
+        return f"{size}/{ranks}"
+    return str(int(size) * (rank + 1) // ranks - int(size) * rank // ranks)
 
 
 def _local(whole: str, dim: Dim, plan: Plan, rank: int) -> str:

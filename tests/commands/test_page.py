@@ -134,6 +134,35 @@ def test_a_search_finds_weights_and_an_address_names_what_is_seen(
 
 
 @browser
+def test_slices_of_the_sequence_are_shown(tmp_path: Path) -> None:
+    made = autotp.plan(tiny_gpt2(n_layer=5), 8, sequence_parallel=True)
+    result = in_browser(
+        page(made),
+        """
+        click(row("transformer.h.3"));
+        result.module = text("#panel");
+        result.letters = all(".node.early .letter");
+        result.edges = all(".edge-place");
+        setRank(7);
+        click(node("layer_norm_6"));
+        result.panel = text("#panel");
+        result.sizes = localShape({ placement: "S", slice: 1, shape: ["2", "11"] }, 7);
+        result.all = RANKS.map((rank) => Number(shareOf("11", rank)));
+        """,
+        tmp_path,
+    )
+    assert "reduce-scatters forward: 2" in result["module"]
+    assert "after transformer.h.3.attn.c_proj (attention)" in result["module"]
+    assert "all-gathers forward, of slices: 2f_layer_norm_6 before" in result["module"]
+    assert "ln_1.weight: its gradient" in result["module"]
+    assert sorted(result["letters"]) == ["AG", "AG", "RS", "RS"]
+    assert "S(1: sequence)" in result["edges"]
+    assert "[batch, seq/8, 48]: rank 7 holds items seq*7/8 to seq*8/8" in result["panel"]
+    assert result["sizes"] == ["2", "2"]
+    assert sum(result["all"]) == 11
+
+
+@browser
 def test_the_page_knows_the_sizes_of_every_rank(plan: Plan, tmp_path: Path) -> None:
     from autotp.graphs.values import local_shape, view
 

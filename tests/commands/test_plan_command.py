@@ -138,6 +138,68 @@ def test_a_file_of_100_mb_is_refused_unread(
         assert f"larger than {LARGEST:,} bytes" in capsys.readouterr().err
 
 
+def broken_plans() -> list[tuple[str, str]]:
+    """Texts that are no plans, and the place that the error names."""
+    plan = autotp.plan(mlp(), 3, example_inputs=(torch.ones(2, 4, 12),))
+    whole = plan.to_json()
+    found = [
+        (whole[: len(whole) // 2], "line "),
+        (whole.replace('"tp": 3', '"tp": '), "line 4 column"),
+        ("[" * 100_000, "RecursionError"),
+        ("7", "the whole: 7, not an object"),
+        ("", "line 1 column 1"),
+    ]
+    changes: list[tuple[list[Any], Any, str]] = [
+        (["tp"], "3", "tp: '3', not a whole number"),
+        (["tp"], True, "tp: True, not a whole number"),
+        (["tp"], 0, "tp: 0 ranks"),
+        (["tp"], 4, "axes[0].bounds: 4 of them for tp=4"),
+        (["model"], None, "model: None, not text"),
+        (["axes"], {}, "axes: {}, not a list"),
+        (["axes", 0, "columns"], "one", "axes[0].columns: 'one', not a list"),
+        (["axes", 0, "columns", 0], 7, "axes[0].columns[0]: 7, not text"),
+        (["axes", 0, "bounds", 1], 1.5, "axes[0].bounds[1]: 1.5, not a whole number"),
+        (["axes", 0, "bounds", 1], 10**9, "axes[0].bounds: not from 0 to"),
+        (["axes", 0, "bounds"], [], "axes[0].bounds: not from 0 to"),
+        (["tensors", 0, "dtype"], "nn", "tensors[0].dtype: 'nn' is none of torch's"),
+        (["tensors", 0, "dims"], [{"sum": 3}], "not a dim"),
+        (["kept", 0], [], "kept[0]: [], not an object"),
+        (["collectives", "forward"], [1], "collectives.forward: [1], not a whole number"),
+        (["collectives", "no_such"], 1, "no_such"),
+    ]
+    for path, value, where in changes:
+        data = json.loads(whole)
+        inner = data
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        found.append((json.dumps(data), where))
+    return found
+
+
+def test_a_broken_plan_is_an_error_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    for text, where in broken_plans():
+        path.write_text(text)
+        assert main(["plan", "--plan", str(path)]) == 2, where
+        said = capsys.readouterr().err
+        assert where in said and str(path) in said and "Traceback" not in said, said
+
+
+def test_text_or_bytes_that_are_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    for data, where in (
+        (b"x" * LARGEST, "line 1 column 1"),
+        (b'{"format": 1, "\xff', "byte 15"),
+        (bytes(range(256)) * (100 << 12), f"larger than {LARGEST:,} bytes"),
+    ):
+        path.write_bytes(data)
+        assert main(["plan", "--plan", str(path)]) == 2
+        assert where in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

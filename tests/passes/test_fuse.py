@@ -221,3 +221,12 @@ def test_under_autocast_formulas_stay_as_they_are_written() -> None:
 def test_a_pass_that_saves_time_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTP_WITHOUT", "unmask,fuse")
     assert "tanh" in checked(Mlp(new))
+
+
+def test_operators_have_names_of_their_own() -> None:
+    from tests.models import tiny_gpt2
+
+    graph = autotp.plan(tiny_gpt2(n_layer=3), 2).program().graph
+    names = [node.name for node in graph.nodes]
+    assert [name for name in names if "gelu" in name] == ["gelu", "gelu_1", "gelu_2"]
+    assert len(set(names)) == len(names)

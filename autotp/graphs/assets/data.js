@@ -46,7 +46,18 @@ function valuesOf(path) {
 }
 
 const WEIGHTS = new Set(["parameter", "buffer", "constant"]);
-const COLLECTIVES = new Set(["f", "g", "gather", "scatter"]);
+
+// What is drawn of a collective: a letter, and what it does. `backward`: the forward pass sends nothing.
+const COLLECTIVES = new Map([
+  ["f", { letter: "f", does: "all-reduce in backward", backward: true }],
+  ["g", { letter: "g", does: "all-reduce" }],
+  ["gather", { letter: "G", does: "all-gather" }],
+  ["scatter", { letter: "S", does: "own part", backward: true }],
+  ["reduce-scatter", { letter: "RS", does: "reduce-scatter" }],
+  ["gather slices for a region", { letter: "AG", does: "all-gather" }],
+  ["gather slices", { letter: "AG", does: "all-gather" }],
+  ["slice", { letter: "S", does: "own slice", backward: true }],
+]);
 
 function isIndex(value) {
   return value.role === "operator" && /^(u?int|bool)/.test(value.dtype) && value.placement === "I";
@@ -80,6 +91,7 @@ function axisIn(tree) {
 
 /** The shape of a value on a rank: whole dims as they are, split ones at their local size. */
 function localShape(value, rank) {
+  if (value.slice !== null) return value.shape.map((size, at) => (at === value.slice ? shareOf(size, rank) : size));
   if (value.placement !== "S" || !value.dims.length) return value.shape;
   return value.shape.map((whole, at) => {
     if (!axisIn(value.dims[at])) return whole;
@@ -87,6 +99,12 @@ function localShape(value, rank) {
     const [count] = sizeOn(value.dims[at], rank);
     return [...symbols, ...(count !== 1 || !symbols.length ? [String(count)] : [])].join("*");
   });
+}
+
+/** A rank's slice of a sequence; of a length that is not fixed about `seq/8`. */
+function shareOf(size, rank) {
+  const edge = (at) => Math.floor((Number(size) * at) / DATA.tp);
+  return /^\d+$/.test(size) ? String(edge(rank + 1) - edge(rank)) : size + "/" + DATA.tp;
 }
 
 function unitsOn(axis, rank) {
@@ -108,10 +126,11 @@ function shortName(value) {
   return WEIGHTS.has(value.role) ? value.operator : value.name;
 }
 
-const KINDS = { attention: "attention", mlp: "MLP", vocabulary: "vocabulary", input: "inputs in parts" };
+const KINDS = { attention: "attention", mlp: "MLP", vocabulary: "vocabulary", input: "inputs in parts", sequence: "sequence" };
 
 /** The kind of the axis that splits or makes a value; empty for whole ones. */
 function kindOf(value) {
+  if (value.slice !== null) return "sequence";
   return value.pair || (value.axis && DATA.axes[value.axis] ? DATA.axes[value.axis][0] : "");
 }
 

@@ -2,10 +2,8 @@
 // Layout by dagre, drawn as SVG. Only what is unfolded is laid out.
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = { attention: "#2f6fd0", mlp: "#2e8b57", vocabulary: "#b7791f", input: "#8e44ad" };
-const TINTS = { attention: "#e3edfc", mlp: "#e2f4e9", vocabulary: "#fbf0da", input: "#f3e6f8" };
-
-const DOES = { f: "all-reduce in backward", g: "all-reduce", gather: "all-gather", scatter: "own part" };
+const COLOURS = { attention: "#2f6fd0", mlp: "#2e8b57", vocabulary: "#b7791f", input: "#8e44ad", sequence: "#0b7a8a" };
+const TINTS = { attention: "#e3edfc", mlp: "#e2f4e9", vocabulary: "#fbf0da", input: "#f3e6f8", sequence: "#e0f3f5" };
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElementNS(SVG, tag);
@@ -34,7 +32,7 @@ function content(node) {
   }
   const value = node.value;
   if (COLLECTIVES.has(value.role)) {
-    const text = DOES[value.role];
+    const text = COLLECTIVES.get(value.role).does;
     return { lines: [text], width: 46 + 6.2 * text.length, height: 32 };
   }
   if (WEIGHTS.has(value.role)) {
@@ -188,14 +186,15 @@ function drawNode(node, at) {
   const group = make("g", { class: "node " + node.type, transform: "translate(" + at.x + "," + at.y + ")", "data-id": node.id, tabindex: 0 });
   const value = node.value;
   if (node.type === "value") {
-    group.classList.add(value.role);
+    group.classList.add(...(COLLECTIVES.has(value.role) ? ["collective", COLLECTIVES.get(value.role).backward ? "late" : "early"] : []));
+    group.classList.add(value.role.replace(/ /g, "-"));
     group.setAttribute("data-name", shortName(value));
   }
   const box = { x: -width / 2, y: -height / 2, width, height };
   if (node.type === "value" && COLLECTIVES.has(value.role)) {
-    const letter = value.role.length > 1 ? value.role[0].toUpperCase() : value.role;
+    const letter = COLLECTIVES.get(value.role).letter;
     group.append(make("rect", { ...box, rx: 16 }), make("circle", { cx: box.x + 16, r: 16 }),
-      make("text", { x: box.x + 16, y: 5, class: "letter" }, letter), make("text", { x: 16, y: 4, class: "aside" }, lines[0]));
+      make("text", { x: box.x + 16, y: 5, class: letter.length > 1 ? "letter two" : "letter" }, letter), make("text", { x: 16, y: 4, class: "aside" }, lines[0]));
   } else if (node.type === "value") {
     const kind = kindOf(value);
     const rect = make("rect", { ...box, rx: WEIGHTS.has(value.role) || value.role === "input" ? 15 : 4 });

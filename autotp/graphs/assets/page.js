@@ -166,10 +166,17 @@ function showFound() {
 
 // ---- start
 
+/** ` \u00b7 2 of 12 heads` where all layers give the rank as many. */
+function headsOn(rank) {
+  const axes = Object.keys(DATA.axes).filter((name) => DATA.axes[name][0] === "attention");
+  const found = new Set(axes.map((name) => unitsOn(name, rank) + " of " + DATA.axes[name][1] + " heads"));
+  return found.size === 1 ? "  \u00b7  " + [...found][0] : "";
+}
+
 function setRank(rank) {
   state.rank = rank;
   document.getElementById("rank").value = rank;
-  document.getElementById("rank-text").textContent = rank + " of " + DATA.tp + "  \u00b7  " + DATA.parameters[rank].toLocaleString("en") + " parameters";
+  document.getElementById("rank-text").textContent = rank + " of " + DATA.tp + "  \u00b7  " + DATA.parameters[rank].toLocaleString("en") + " parameters" + headsOn(rank);
   draw(true);
   showPanel();
   remember();
@@ -181,10 +188,16 @@ function legend() {
   const line = (style) => el("i", { class: "line", style });
   return [
     ...kinds.map((kind) => item(el("span", { class: "dot", style: "background:" + COLOURS[kind] }), KINDS[kind] + " pair")),
+    ...(VALUES.some((value) => value.slice !== null) ? sequenceLegend(item) : []),
     item(el("b", { class: "letter-g" }, "g"), "all-reduce"), item(el("b", { class: "letter-f" }, "f"), "all-reduce in backward"),
     item(line("border-top:2px solid #2f6fd0"), "S split"), item(line("border-top:2px dashed #d08700"), "R behind f"),
     item(line("border-top:2px dotted #c0392b"), "P summand"), item(line("border-top:2px solid #9aa5b1"), "I same everywhere"),
   ];
+}
+
+function sequenceLegend(item) {
+  return [item(el("span", { class: "dot", style: "background:" + COLOURS.sequence }), "slices of the sequence"),
+    item(el("b", { class: "letter-g wide" }, "RS"), "reduce-scatter"), item(el("b", { class: "letter-g wide" }, "AG"), "all-gather of slices")];
 }
 
 function start() {

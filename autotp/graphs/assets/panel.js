@@ -18,6 +18,7 @@ function link(value, text) {
 const PLACES = {
   I: "I: the same on every rank, its gradient too",
   R: "R: the same on every rank, used differently by each; its gradient is a partial sum",
+  sequence: "S: every rank holds its own slice of the sequence",
   S: "S: every rank holds its own part",
   P: "P: every rank holds a summand; the value is the sum over ranks",
 };
@@ -26,6 +27,10 @@ const WORDS = {
   g: "g: an all-reduce adds the ranks' summands; in the backward pass the gradient passes.",
   gather: "all-gather: ranks' parts are joined; backward each takes its own part.",
   scatter: "each rank takes its own part of a whole value; backward the parts are gathered.",
+  "reduce-scatter": "reduce-scatter: the ranks' summands are added, and each rank gets a slice of the sequence; backward all-gathers.",
+  "gather slices for a region": "all-gather: slices of the sequence are joined before split work; backward reduce-scatters.",
+  "gather slices": "all-gather: slices of the sequence are joined for an operator that needs the whole; backward each rank takes its slice.",
+  slice: "each rank takes its slice of the sequence; backward the slices are gathered.",
 };
 
 function showPanel() {
@@ -46,7 +51,7 @@ function valuePanel(value) {
   if (value.part) {
     found.push(el("p", { class: "lead" }, KINDS[value.pair] + " pair, " + value.part + "-parallel: " +
       (value.part === "column" ? "makes " : value.pair === "vocabulary" ? "looks words up along " : "sums over ") + value.axis +
-      (value.placement === "P" ? "; every rank has a summand, and g adds them." : ".")));
+      (value.placement === "P" ? "; every rank has a summand, and " + (adders(value) || "a collective") + " adds them." : ".")));
   }
   if (value.explained) {
     found.push(el("h3", {}, value.placement === "S" ? "why it is split so" : "why it is whole"));
@@ -60,6 +65,11 @@ function valuePanel(value) {
   if (value.bars.length) found.push(el("h3", {}, "what this operator bars"), bullets(value.bars));
   found.push(el("h3", {}, "made from"), links(value.operands), el("h3", {}, "read by"), links(value.users));
   return found;
+}
+
+function adders(value) {
+  const seen = value.users.map((at) => VALUES[at]).flatMap((v) => (isView(v) ? v.users.map((at) => VALUES[at]) : [v]));
+  return seen.filter((v) => COLLECTIVES.has(v.role)).map((v) => v.name).join(", ");
 }
 
 function lines(text) {
@@ -81,8 +91,8 @@ function facts(value) {
     ["source", value.source],
     ["rule", value.rule],
     ["whole shape", value.dtype ? value.dtype + "[" + value.shape.join(", ") + "]" : ""],
-    ["axes", value.placement === "S" ? "[" + value.dims.map((tree, at) => (axisIn(tree) ? treeText(tree) : value.shape[at])).join(", ") + "]" : ""],
-    ["placement", PLACES[value.placement] || ""],
+    ["axes", value.placement === "S" && value.slice === null ? "[" + value.dims.map((tree, at) => (axisIn(tree) ? treeText(tree) : value.shape[at])).join(", ") + "]" : ""],
+    ["placement", PLACES[value.slice === null ? value.placement : "sequence"] || ""],
   ];
   const table = el("table", { class: "facts" });
   for (const [name, text] of rows) if (text) table.append(el("tr", {}, el("th", {}, name), el("td", {}, text)));
@@ -101,6 +111,10 @@ function rankTable(value) {
   }
   const table = el("table", { class: "ranks" });
   const axis = value.dims.map(axisIn).find((name) => name);
+  if (value.slice !== null && !/^\d+$/.test(value.shape[value.slice])) {
+    const size = value.shape[value.slice], at = (rank) => size + "*" + rank + "/" + DATA.tp;
+    return el("p", {}, "[" + localShape(value, state.rank).join(", ") + "]: rank " + state.rank + " holds items " + at(state.rank) + " to " + at(state.rank + 1) + ", rounded down");
+  }
   table.append(el("tr", {}, el("th", {}, "rank"), el("th", {}, "shape"), axis ? el("th", {}, unitName(axis) + " of " + axis) : null));
   for (const rank of RANKS) {
     const row = el("tr", { class: rank === state.rank ? "here" : "", onclick: () => setRank(rank) },
@@ -150,7 +164,7 @@ function modulePanel() {
 /** What the rank holds of each axis of the module, axes of alike layers in one row. */
 function shareTable(values) {
   const table = el("table", { class: "ranks" });
-  table.append(el("tr", {}, el("th", {}, "axis"), el("th", {}, "rank " + state.rank), el("th", {}, "on each rank")));
+  table.append(el("tr", {}, el("th", {}, "axis"), el("th", {}, "rank " + state.rank), el("th", {}, "on ranks")));
   const groups = new Map();
   for (const axis of new Set(values.map((value) => value.axis).filter((name) => name && DATA.axes[name]))) {
     const key = DATA.axes[axis][0] + DATA.axes[axis][2].join();
@@ -170,15 +184,15 @@ function shareTable(values) {
   return table;
 }
 
-/** `2 \u00d74, 1 \u00d74` for 2 2 2 2 1 1 1 1. */
+/** `0\u20133: 2, 4\u20137: 1` for 2 2 2 2 1 1 1 1. */
 function runsOf(widths) {
   const found = [];
-  for (const width of widths) {
+  widths.forEach((width, rank) => {
     const last = found[found.length - 1];
-    if (last && last[0] === width) last[1] += 1;
-    else found.push([width, 1]);
-  }
-  return found.map(([width, times]) => width + (times > 1 ? " \u00d7" + times : "")).join(", ");
+    if (last && last.width === width) last.to = rank;
+    else found.push({ width, from: rank, to: rank });
+  });
+  return found.map(({ width, from, to }) => (from === to ? from : from + "\u2013" + to) + ": " + width).join(", ");
 }
 
 /** A list with one line for those that differ in numbers only: the first, and how many there are. */
@@ -206,21 +220,34 @@ function collectivesOf(values) {
   const list = (title, items, note) => {
     if (!items.length) return;
     found.push(el("h3", { title: note }, title + ": " + items.length), items.length > 8 ? folded(items, where) :
-      el("ul", {}, ...items.map((value) => el("li", {}, link(value), " " + where(value)))));
+      el("ul", {}, ...items.map((value) => el("li", {}, ...(ofWeight(value) ? [link(value, relative(ofWeight(value).operator)), ": its gradient"] :
+        [link(value), " " + where(value)])))));
   };
   list("all-reduces forward (g)", of("g"), "after row-parallel products");
+  list("reduce-scatters forward", of("reduce-scatter"), "a slice of the sum for each rank; all-gather in backward");
+  list("all-gathers forward, of slices", of("gather slices for a region"), "before column-parallel products; reduce-scatter in backward");
+  list("all-gathers forward, of slices, for whole work", of("gather slices"), "for operators that need the whole sequence");
   list("all-reduces backward (f)", of("f"), "before column-parallel products");
+  list("slices taken", of("slice"), "all-gather in backward");
   list("all-gathers", of("gather"), "of results");
   list("own parts taken", of("scatter"), "of whole values");
   if (!found.length) found.push(el("h3", {}, "collectives: none"));
   return found;
 }
 
+/** The weight whose gradient an f adds up. */
+function ofWeight(value) {
+  const made = value.role === "f" && VALUES[value.operands[0]];
+  return made && WEIGHTS.has(made.role) ? made : null;
+}
+
 function where(value) {
-  if (value.role === "g") {
-    const from = VALUES[value.operands[0]];
+  if (value.role === "g" || value.role === "reduce-scatter") {
+    let from = VALUES[value.operands[0]];
+    while (isView(from)) from = VALUES[from.operands.find((at) => VALUES[at].dtype)];
     return "after " + (from.module || from.name) + (kindOf(from) ? " (" + KINDS[kindOf(from)] + ")" : "");
   }
+  if (ofWeight(value)) return "of the gradient of " + ofWeight(value).operator;
   const readers = value.users.map((at) => VALUES[at]).flatMap((v) => (isView(v) ? v.users.map((at) => VALUES[at]) : [v]));
   const names = [...new Set(readers.filter((v) => v.dtype).map((v) => v.module || v.name))];
   return "before " + names.slice(0, 4).join(", ");
@@ -231,7 +258,7 @@ function weightsOf(values) {
   const split = weights.filter((value) => value.placement === "S"), whole = weights.filter((value) => value.placement !== "S");
   const found = [];
   const reason = (value) => (value.explained.split("\n").find((line) => line.startsWith("Why: ")) || "").slice(5).replace(/\.$/, "");
-  if (weights.length) found.push(el("h3", {}, "weights whole on every rank: " + whole.length));
+  if (weights.length) found.push(el("h3", {}, "weights whole on every rank (replicated): " + whole.length));
   const by = new Map();
   for (const value of whole) by.set(reason(value), [...(by.get(reason(value)) || []), value]);
   for (const [why, items] of by) {
