@@ -47,9 +47,16 @@ def make_plan(
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
     names the submodule that is called, if it is not the model itself."""
-    program = _peephole(unmask, normalize(capture(skeleton, args, kwargs, entry)))
+    program = captured(skeleton, args, kwargs, entry)
     name = type(skeleton).__name__
     return plan_of(program, tp=tp, model=name, layout=layout, options=options)
+
+
+def captured(
+    skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: str = ""
+) -> Program:
+    """The program of a call, from which plans for any number of ranks are made."""
+    return _peephole(unmask, normalize(capture(skeleton, args, kwargs, entry)))
 
 
 def plan_of(
@@ -115,4 +122,4 @@ def emit_rank(plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str
     return emit(rank_program(plan, rank), first=first, same=same)
 
 
-__all__ = ["emit_rank", "make_plan", "plan_of", "rank_graph", "rank_program"]
+__all__ = ["captured", "emit_rank", "make_plan", "plan_of", "rank_graph", "rank_program"]

@@ -19,13 +19,13 @@ BATCH, SEQ, HIDDEN = 4, 128, 192
 
 
 @cache
-def step(layers: int, tp: int, again: bool = False) -> Step:
+def step(layers: int, tp: int, again: bool = False, sliced: bool = False) -> Step:
     with torch.device("meta"):
         sizes = {"n_embd": HIDDEN, "n_head": 4, "n_positions": SEQ, "vocab_size": 500}
         model = GPT2LMHeadModel(GPT2Config(n_layer=layers, **sizes)).to(torch.bfloat16)
         ids = torch.ones(BATCH, SEQ, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids, "use_cache": False}
-    made = autotp.plan(model, tp, example_inputs=call)
+    made = autotp.plan(model, tp, example_inputs=call, sequence_parallel=sliced)
     recompute = [f"transformer.h.{i}" for i in range(layers)] if again else []
     return dry_run(model, made, ((), call), recompute=recompute)
 
@@ -57,6 +57,29 @@ def test_messages_are_those_of_the_plan() -> None:
     assert found["forward", "all-reduce", BATCH * SEQ * 4] == 1  # maxima of the loss
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_with_slices_of_the_sequence_a_layer_keeps_what_the_formula_says(tp: int) -> None:
+    """34 sbh / t, but the two gathered inputs of products are kept whole: 4 sbh of the 34."""
+    more = step(2, tp, sliced=True).kept - step(1, tp, sliced=True).kept
+    assert more == pytest.approx(BATCH * SEQ * HIDDEN * (4 + 30 / tp), rel=0.06)
+
+
+def test_messages_of_slices_are_the_halves_of_the_all_reduces() -> None:
+    plain, sliced = step(2, 4).collectives, step(2, 4, sliced=True).collectives
+    size = BATCH * SEQ * HIDDEN * 2
+    assert plain["forward", "all-reduce", size] == sliced["forward", "reduce-scatter", size] == 5
+    assert sliced["forward", "all-gather", size] == 5
+    assert sliced["forward", "all-reduce", size] == 0
+    machine = MACHINES["v100"]
+    ring, name = machine.all_reduce(8e9, 4)
+    assert name == "ring" and 2 * machine.half_ring(8e9, 4)[0] == pytest.approx(ring)
+
+
+def test_layers_that_are_checkpointed_in_slices_keep_slices() -> None:
+    found = step(2, 4, True, True).kept - step(1, 4, True, True).kept
+    assert found == BATCH * SEQ * HIDDEN * 2 / 4
+
+
 def test_ring_and_tree() -> None:
     machine = MACHINES["h100"]
     rate = machine.link_bandwidth * machine.link_share
@@ -77,7 +100,10 @@ def test_the_command_fits_and_its_exit_code_says_so(
     assert main([*call, "--fit", *memory]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tp"] == 2 and [one["tp"] for one in found["tried"]] == [1, 2]
-    assert found["assumptions"] and found["memory"]["sequence parallel"]["total"] > 0
+    assert found["assumptions"] and found["chosen"] == "plain"
+    assert main([*call, "--tp", "2", "--sequence-parallel", "--checkpointing", *memory]) in (0, 1)
+    both = json.loads(capsys.readouterr().out)
+    assert both["chosen"] == "both" and "reduce-scatter" in {row[1] for row in both["messages"]}
     assert main([*call, "--tp", "1", *memory]) == 1
     assert not json.loads(capsys.readouterr().out)["fits"]
     assert main(["estimate", str(path)]) == 2

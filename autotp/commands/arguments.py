@@ -168,6 +168,11 @@ def _runner(name: str) -> Callable[[argparse.Namespace], int]:
 
 def _tp(made: argparse.ArgumentParser) -> None:
     made.add_argument("--tp", type=_count, metavar="N", help="number of ranks")
+    made.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="norms, dropout and residuals outside of regions on slices of the sequence",
+    )
 
 
 def _count(text: str) -> int:

@@ -6,6 +6,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,25 +70,37 @@ Tried = Estimate | tuple[int, int]  # tp and the bytes that it needs at least
 
 
 def _tried(arguments: Namespace, model: Any, call: Any, machine: Machine) -> Iterator[Tried]:
-    """Estimates up to the first that fits. Ranks on which not even weights fit are passed over."""
-    from autotp.api import plan
+    """Estimates up to the first that fits, of one capture. Ranks on which not even weights fit are
+    passed over."""
+    from autotp.options import Options
+    from autotp.pipeline import captured, plan_of
+    from autotp.skeleton import skeleton_of
 
+    with working(arguments, "capturing"):
+        program = captured(skeleton_of(model), *call)
+    make = partial(plan_of, program, model=type(model).__name__)
     sizes = _sizes(arguments, machine) if arguments.fit else [arguments.tp]
     for tp in sizes:
         with working(arguments, f"planning tp={tp}"):
-            made = plan(model, tp, example_inputs=call)
+            made = make(tp=tp)
         least = needs_at_least(made, arguments.precision)
         if arguments.fit and least > machine.memory - machine.reserve:
             yield tp, least
             continue
-        with working(arguments, f"a step of tp={tp} on meta"):
+        sliced = None
+        if tp > 1:
+            with working(arguments, f"planning tp={tp} with sequence parallelism"):
+                sliced = make(tp=tp, options=Options(sequence_parallel=True))
+        with working(arguments, f"steps of tp={tp} on meta"):
             found = estimate(
                 model,
                 made,
                 call,
                 machine,
                 precision=arguments.precision,
+                sliced=sliced,
                 checkpointing=arguments.checkpointing,
+                sequence_parallel=arguments.sequence_parallel,
             )
         yield found
         if found.fits:

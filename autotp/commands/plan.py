@@ -51,7 +51,12 @@ def made(arguments: Namespace) -> Plan:
     with working(arguments, "building on meta"):
         source = load(arguments)
     with working(arguments, "capturing and planning"):
-        return plan(source.model, arguments.tp, example_inputs=source.example_inputs)
+        return plan(
+            source.model,
+            arguments.tp,
+            example_inputs=source.example_inputs,
+            sequence_parallel=arguments.sequence_parallel,
+        )
 
 
 def _saved(arguments: Namespace) -> Plan:
@@ -67,7 +72,13 @@ def _again(arguments: Namespace) -> Plan:
     saved = read_plan(arguments.plan)
     source = load(arguments)
     with working(arguments, "capturing and planning"):
-        return plan(source.model, arguments.tp, example_inputs=source.example_inputs, plan=saved)
+        return plan(
+            source.model,
+            arguments.tp,
+            example_inputs=source.example_inputs,
+            plan=saved,
+            sequence_parallel=arguments.sequence_parallel,
+        )
 
 
 def read_plan(path: str) -> Plan:

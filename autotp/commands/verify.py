@@ -36,6 +36,7 @@ def run(arguments: Namespace) -> int:
             arguments.tp,
             example_inputs=source.example_inputs,
             backward=not arguments.no_backward,
+            sequence_parallel=arguments.sequence_parallel,
             dtype=dtype_of(arguments.dtype) if arguments.dtype else None,
             limit=arguments.limit,
         )

@@ -63,9 +63,19 @@ class _Rank(Group):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        whole = sum(math.prod(shape) for shape in shapes) * x.element_size()
-        self._note("all-gather", whole)
-        return [x.new_empty(tuple(shape)) for shape in shapes]
+        counts = [math.prod(shape) for shape in shapes]  # padded to the largest, as in Group
+        buffer = x.new_empty(self.size, max(counts))
+        self._note("all-gather", buffer.numel() * x.element_size())
+        rows = enumerate(zip(counts, shapes, strict=True))
+        return [buffer[r, :n].view(tuple(shape)) for r, (n, shape) in rows]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        mine, width = parts[self.rank], max(part.numel() for part in parts)
+        buffer = mine.new_empty(self.size, width)
+        for row, part in zip(buffer, parts, strict=True):
+            row[: part.numel()] = part.detach().reshape(-1)
+        self._note("reduce-scatter", buffer.numel() * mine.element_size())
+        return mine.new_empty(width)[: mine.numel()].view(mine.shape)
 
     def first_of(self, number: int) -> int:
         return number

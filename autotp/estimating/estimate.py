@@ -23,6 +23,14 @@ PRECISIONS = {
     "half": (2, 4, "16-bit weights, gradients and two moments"),
 }
 
+# the columns of memory: (layers computed again?, slices of the sequence?)
+VARIANTS = {
+    (False, False): "plain",
+    (False, True): "sequence parallel",
+    (True, False): "checkpointed",
+    (True, True): "both",
+}
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -54,7 +62,7 @@ class Estimate:
     messages: tuple[tuple[str, str, int, int], ...]  # phase, kind, how many, bytes of all
     flops: float  # of one rank's products, without recomputation
     seconds: Mapping[str, float]
-    algorithm: str  # of most all-reduces
+    algorithm: str  # of most messages
     usable: float  # bytes of a device
 
     @property
@@ -81,24 +89,19 @@ def estimate(
     machine: Machine,
     *,
     precision: str = "mixed",
+    sliced: Plan | None = None,
     checkpointing: bool = False,
+    sequence_parallel: bool = False,
 ) -> Estimate:
     """The estimate of a plan and of the call that it was made for; the model is on meta.
 
-    Sequence parallelism is not built: its memory is that of values that all ranks hold alike,
-    divided by the ranks.
+    `sliced` is the plan with sequence parallelism; without it, its columns are left out. The last
+    two arguments say which of the columns counts. InputError if the model has no layers to
+    checkpoint.
     """
     rank = max(range(plan.tp), key=plan.parameter_bytes)
     layers = layers_of(model)
-    plain = dry_run(model, plan, call, rank=rank)
-    again = dry_run(model, plan, call, rank=rank, recompute=layers) if layers else None
-    static = _static(plan, rank, precision)
-    memory = {"plain": _memory(static, plain)}
-    if plan.tp > 1:
-        memory["sequence parallel"] = _memory(static, plain, plan.tp)
-    if again is not None:
-        memory["checkpointed"] = _memory(static, again)
-    if checkpointing and again is None:
+    if checkpointing and not layers:
         raise InputError(
             message(
                 "there are no layers to checkpoint",
@@ -107,8 +110,16 @@ def estimate(
                 try_="without --checkpointing",
             )
         )
-    chosen = "checkpointed" if checkpointing else "plain"
-    step = again if checkpointing and again is not None else plain
+    steps: dict[str, Step] = {}
+    for (again, slices), name in VARIANTS.items():
+        made = sliced if slices else plan
+        if made is not None and (layers or not again):
+            recompute = layers if again else ()
+            steps[name] = dry_run(model, made, call, rank=rank, recompute=recompute)
+    static = _static(plan, rank, precision)
+    memory = {name: _memory(static, step) for name, step in steps.items()}
+    chosen = VARIANTS[checkpointing, sequence_parallel and sliced is not None]
+    step = steps[chosen]
     seconds, algorithm = _seconds(step, machine, plan.tp, sum(static))
     return Estimate(
         plan.model,
@@ -117,7 +128,7 @@ def estimate(
         memory,
         chosen,
         _messages(step),
-        sum(flops * n for (_, _, flops, _), n in plain.work.items()),
+        sum(flops * n for (_, _, flops, _), n in steps["plain"].work.items()),
         seconds,
         algorithm,
         machine.memory - machine.reserve,
@@ -142,9 +153,8 @@ def _static(plan: Plan, rank: int, precision: str) -> tuple[int, int, int]:
     return plan.parameter_bytes(rank), count * gradients, count * optimizer
 
 
-def _memory(static: tuple[int, int, int], step: Step, sequence: int = 1) -> Memory:
-    kept = step.kept - step.kept_whole + step.kept_whole // sequence
-    return Memory(*static, kept, step.logits, step.peak - step.kept - step.logits)
+def _memory(static: tuple[int, int, int], step: Step) -> Memory:
+    return Memory(*static, step.kept, step.logits, step.peak - step.kept - step.logits)
 
 
 def _messages(step: Step) -> tuple[tuple[str, str, int, int], ...]:
@@ -165,7 +175,7 @@ def _seconds(step: Step, machine: Machine, tp: int, static: int) -> tuple[dict[s
         seconds[name] += times * one
     names: Counter[str] = Counter()
     for (_, kind, size), times in step.collectives.items():
-        send = machine.all_reduce if kind == "all-reduce" else machine.all_gather
+        send = machine.all_reduce if kind == "all-reduce" else machine.half_ring
         one, algorithm = send(size, tp)
         seconds["messages"] += times * one
         names[algorithm] += times
@@ -190,7 +200,7 @@ def text(found: Estimate, machine: Machine) -> str:
         what = f"{kind}s" if count > 1 else kind
         lines.append(f"{phase}: {count} {what} of {size / 1e6:,.1f} MB in all")
     parts = ", ".join(f"{name} {took * 1e3:.1f}" for name, took in found.seconds.items())
-    lines.append(f"step time: {found.step * 1e3:.1f} ms ({parts}); {found.algorithm} all-reduces")
+    lines.append(f"step time: {found.step * 1e3:.1f} ms ({parts}); messages: {found.algorithm}")
     return "\n".join([*lines, f"products: {found.flops / found.step / 1e12:.1f} TFLOP/s sustained"])
 
 
@@ -212,7 +222,8 @@ def assumptions(machine: Machine, precision: str, shape: str) -> list[str]:
         "out; masks of dropout take one byte",
         "checkpointed: every layer is computed again in the backward pass, and its messages are "
         "sent again",
-        "sequence parallel (not built): what all ranks hold alike is divided by the ranks",
+        "sequence parallel: norms, dropout and residuals hold slices; all-reduces become "
+        "reduce-scatters and all-gathers, each half of a ring's all-reduce",
     ]
 
 

@@ -44,8 +44,9 @@ class Machine:
         tree = 2 * (size / rate + (ranks - 1).bit_length() * self.latency)
         return (ring, "ring") if ring <= tree else (tree, "tree")
 
-    def all_gather(self, size: float, ranks: int) -> tuple[float, str]:
-        """Seconds of an all-gather to `size` bytes on every rank, over a ring."""
+    def half_ring(self, size: float, ranks: int) -> tuple[float, str]:
+        """Seconds of an all-gather to `size` bytes on every rank, or of a reduce-scatter of
+        `size` bytes, over a ring: each is half of a ring's all-reduce."""
         rate = self.link_bandwidth * self.link_share
         return (ranks - 1) * (size / ranks / rate + self.latency), "ring"
 

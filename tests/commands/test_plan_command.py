@@ -48,6 +48,17 @@ def test_a_directory_and_its_configuration_give_the_same_plan(
     assert json.loads(capsys.readouterr().out) == of_directory
 
 
+def test_plan_graph_and_verify_take_sequence_parallelism(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = [config, "--tp", "2", "--set", "n_layer=1", "--sequence-parallel"]
+    assert main(["plan", *call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["collectives"]["reduce_scatters"] > 0
+    assert main(["graph", *call, "--module", "transformer.h.0"]) == 0
+    assert "reduce_scatter_to_sequence" in capsys.readouterr().out
+    assert main(["verify", *call]) == 0
+
+
 def test_values_of_a_configuration_can_be_changed(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
