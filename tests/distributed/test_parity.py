@@ -119,7 +119,9 @@ def check(ranks: list[dict[str, Any]], limit: float = 1e-5) -> None:
     for number, found in enumerate(ranks):
         assert found["rank"] == (number, len(ranks))
         assert_below(limit, found["errors"])
-        assert_below(max(limit, 1e-11), found["after"])
+        # rounding grows over ten steps, as a fused formula rounds in another order; float64 tells
+        # that it is rounding
+        assert_below(max(5 * limit, 1e-11), found["after"])
         assert found["moved"] > 1e-4, "training moves every parameter"
         assert found["losses"] == ranks[0]["losses"], "to the bit"
         planned = found["planned"]
