@@ -61,6 +61,11 @@ def balanced(units: int, ranks: int) -> Bounds:
     return tuple(rank * share + min(rank, more) for rank in range(ranks + 1))
 
 
+def slice_edges(size: Any, ranks: int) -> tuple[Any, ...]:
+    """Bounds of a dim of any length, also a symbolic one, over `ranks`: runs as equal as can be."""
+    return tuple(size * rank // ranks for rank in range(ranks + 1))
+
+
 def size(dim: Dim) -> int | None:
     """How many positions the dim has; None where a dynamic axis is in it."""
     match dim:

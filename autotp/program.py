@@ -3,7 +3,7 @@ called."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,26 @@ class Program:
             return None
         name = str(node.target)
         return name if self.tensors[name].kind == "parameter" else None
+
+
+def copied(graph: Graph) -> Graph:
+    """A graph with nodes of its own, each with a copy of the original's facts."""
+    made, new = Graph(), dict[Node, Node]()
+    made.output(made.graph_copy(graph, new))
+    for old, node in new.items():
+        node.meta = dict(old.meta)
+    return made
+
+
+def common_calls(nodes: Sequence[Node]) -> tuple[Any, ...]:
+    """The module calls that all these nodes are in."""
+    stacks = [node.meta.get("calls") or () for node in nodes]
+    shared = []
+    for level in zip(*stacks, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
 
 
 def written(graph: Graph) -> set[Node]:

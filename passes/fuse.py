@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import sizes
-from autotp.program import Program, affected
+from autotp.program import Program, affected, copied
 from autotp.runtime.regions import SIDE_EFFECTS, enter_autocast
 
 aten = torch.ops.aten
@@ -49,10 +49,7 @@ def fuse(program: Program) -> Program:
     entered = any(n.target is enter_autocast and n.args[1] for n in program.graph.nodes)
     if entered or any(torch.is_autocast_enabled(kind) for kind in kinds):
         return program
-    graph, new = Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(program.graph, new))
-    for old, made in new.items():
-        made.meta = dict(old.meta)
+    graph = copied(program.graph)
     changed, regions = affected(graph), _regions(graph)
     fused = set[Node]()
     for node in reversed(list(graph.nodes)):

@@ -31,7 +31,7 @@ from autotp.gradients import needs_grad
 from autotp.options import DEFAULTS, Options
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
-from autotp.program import Program
+from autotp.program import Program, common_calls
 from autotp.rules import border, pointwise, reduction, rule_for, view
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
@@ -245,7 +245,7 @@ class _Insert:
             readers = [n for n in source.users if n in self._inside or n in self._copied]
             made = self.graph.call_function(copy_to_region, (self._new[source],))
             made.name = f"f_{source.name}"
-            made.meta = {**self._new[source].meta, "placement": "R", "calls": _common(readers)}
+            made.meta = {**self._new[source].meta, "placement": "R", "calls": common_calls(readers)}
             made.meta["stack_trace"] = readers[0].meta.get("stack_trace")
             self._f[source] = made
             self.copies += 1
@@ -385,17 +385,6 @@ def _bias(node: Node) -> Any:
         case aten.linear.default:
             return node.args[2] if len(node.args) > 2 else None
     return None
-
-
-def _common(nodes: Sequence[Node]) -> tuple[Any, ...]:
-    """The module calls that all these nodes are in."""
-    stacks = [node.meta.get("calls", ()) for node in nodes]
-    shared = []
-    for level in zip(*stacks, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return tuple(shared)
 
 
 def _is_random(node: Node) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autotp.axes import Dim, Shares, is_sharded, local_size, ranges, ratio, size
+from autotp.axes import Dim, Shares, is_sharded, local_size, ranges, ratio, size, slice_edges
 from autotp.planning import Plan
 from autotp.program import Program
 from autotp.rules import convolution, creation, rule_for, view
@@ -204,8 +204,9 @@ def _reshape_example(node: Node, shares: Shares, rank: int, ranks: int) -> None:
     value, dims = node.meta.get("val"), node.meta.get("dims") or ()
     if isinstance(value, torch.Tensor) and "sliced" in node.meta:
         shape: list[Any] = list(value.shape)
-        size, at = shape[node.meta["sliced"]], node.meta["sliced"]
-        shape[at] = size * (rank + 1) // ranks - size * rank // ranks
+        at = node.meta["sliced"]
+        start, stop = slice_edges(shape[at], ranks)[rank : rank + 2]
+        shape[at] = stop - start
         node.meta["val"] = value.new_empty(shape)
         return
     if not isinstance(value, torch.Tensor) or not _sharded(dims, shares):

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from autotp import sizes
 from autotp.planning import Collectives
-from autotp.program import Program
+from autotp.program import Program, copied
 from autotp.runtime.collectives import reduce_from_region
 
 aten = torch.ops.aten
@@ -30,11 +30,7 @@ aten = torch.ops.aten
 
 def merge(program: Program, counts: Collectives) -> tuple[Program, Collectives]:
     """The program with fewer all-reduces, and how many it issues."""
-    graph, new = Graph(), dict[Node, Node]()
-    output = graph.graph_copy(program.graph, new)
-    for old, made in new.items():
-        made.meta = dict(old.meta)
-    graph.output(output)
+    graph = copied(program.graph)
     saved = sum(_merge(graph, node) for node in reversed(list(graph.nodes)) if _is_root(node))
     if not saved:
         return program, counts

@@ -20,7 +20,7 @@ token or few, and stay as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from torch.fx import Graph, Node, map_arg
 from autotp import sizes
 from autotp.gradients import needs_grad
 from autotp.planning import Collectives
-from autotp.program import Program
+from autotp.program import Program, common_calls, copied
 from autotp.proof import operators, shapes, views
 from autotp.proof.layout import slices_of
-from autotp.proof.values import Call, Place, Refused, Value, bind
+from autotp.proof.values import Call, Place, Refused, Value, bind, name_of
 from autotp.runtime.collectives import copy_to_region, reduce_from_region
 from autotp.runtime.random import draw
 from autotp.runtime.sequence import (
@@ -75,7 +75,7 @@ class _Slice:
         self.graph = Graph()
         self.counts: Counter[str] = Counter()
         self.sliced: dict[Node, int] = {}  # new nodes that are slices, and along which dim
-        self._ranks, self._graph = ranks, program.graph
+        self._ranks = ranks
         self._may, self._does = needs_grad(program, any_parameter=True), needs_grad(program)
         self._new: dict[Node, Node] = {}
         self._made: dict[tuple[Any, Node], Node] = {}  # conversions, by kind and source
@@ -118,24 +118,26 @@ class _Slice:
             return self._new[source]
         whole = [n for n in _tensors(node) if self._new[n] not in self.sliced]
         lengths = {self._length_of(self._new[n]) for n in node.all_input_nodes} - {None}
-        for also in ([], [n for n in whole if _dim_of(n, lengths) is not None]):
+        found = {n: _dim_of(n, lengths) for n in whole}
+        also: dict[Node, int]
+        for also in ({}, {n: at for n, at in found.items() if at is not None}):
             dim = self._dim_after(node, target, node.args[first:], lengths, also)
             if dim is not None:
                 return self._apply(node, target, first, dim, also)
         return None
 
     def _dim_after(
-        self, node: Node, target: Any, args: Any, lengths: set[Any], also: Sequence[Node]
+        self, node: Node, target: Any, args: Any, lengths: set[Any], also: Mapping[Node, int]
     ) -> int | None:
-        """Along which dim the result is sliced, if it is, with further operands in slices."""
-        name = ".".join(str(target).split(".")[:2])
+        """Along which dim the result is sliced, if it is, with further operands in slices of their
+        dims."""
+        name = name_of(target)
         rule = operators.rule_of(name, target)
         if rule is None or len(lengths) != 1 or not isinstance(node.meta.get("val"), torch.Tensor):
             return None
         values: dict[Node, Any] = {}
         for n in _tensors(node):
-            dim = self.sliced.get(self._new[n], _dim_of(n, lengths) if n in also else None)
-            values[n] = self._value(n, dim)
+            values[n] = self._value(n, self.sliced.get(self._new[n], also.get(n)))
         given = bind(target, args, node.kwargs)
         try:
             place = rule(Call(name, given, values, node.meta["val"], 0, node))
@@ -155,13 +157,15 @@ class _Slice:
         layout = slices_of(sizes.size_of(val.shape[dim]), self._ranks)
         return replace(value, kind="S", dim=dim, layout=layout)
 
-    def _apply(self, node: Node, target: Any, first: int, dim: int, also: Sequence[Node]) -> Node:
+    def _apply(
+        self, node: Node, target: Any, first: int, dim: int, also: Mapping[Node, int]
+    ) -> Node:
         def operand(n: Node) -> Node:
             made = self._new[n]
             if made in self.sliced or not isinstance(n.meta.get("val"), torch.Tensor):
                 return made
             if n in also:
-                return self._scatter(n, node)
+                return self._scatter(n, also[n], node)
             return self._through_f(n) if self._may[n] else made
 
         args: Any
@@ -189,13 +193,10 @@ class _Slice:
         self.sliced[made] = dim
         return made
 
-    def _scatter(self, source: Node, reader: Node) -> Node:
-        if (key := ("scatter", source)) not in self._made:
-            lengths = {self._length_of(made) for made in self.sliced}
-            dim = _dim_of(source, lengths)
-            assert dim is not None
+    def _scatter(self, source: Node, dim: int, reader: Node) -> Node:
+        if (key := (dim, source)) not in self._made:
             made = self._slice(source, scatter_to_sequence, (self._new[source], dim), dim)
-            made.meta["calls"] = _common(source, reader)
+            made.meta["calls"] = common_calls([source, reader])
             self._made[key] = made
             self.counts["gather of gradients"] += self._does[source]
         return self._made[key]
@@ -231,7 +232,7 @@ class _Slice:
             length = self._length(source.meta["val"].shape[dim])
             made = self.graph.call_function(gather_from_sequence, (value, dim, length))
             made.name = f"whole_{source.name}"
-            made.meta = {**source.meta, "placement": "I", "calls": _common(source, reader)}
+            made.meta = {**source.meta, "placement": "I", "calls": common_calls([source, reader])}
             self._made[key] = made
             self.counts["whole"] += 1
         return self._made[key]
@@ -265,17 +266,6 @@ class _Slice:
         return self._lengths[key]
 
 
-def _common(one: Node, other: Node) -> tuple[Any, ...]:
-    """The module calls that both nodes are in."""
-    found = []
-    pairs = zip(one.meta.get("calls") or (), other.meta.get("calls") or (), strict=False)
-    for a, b in pairs:
-        if a != b:
-            break
-        found.append(a)
-    return tuple(found)
-
-
 def _tensors(node: Node) -> list[Node]:
     """The operands that are tensors."""
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -295,7 +285,7 @@ def _dim_of(node: Node, lengths: set[Any]) -> int | None:
 
 def _keeps_shape(node: Node, target: Any, source: Node) -> bool:
     """Whether a view gives the shape that its operand has."""
-    if operators.TABLE.get(".".join(str(target).split(".")[:2])) is not views.regroup:
+    if operators.TABLE.get(name_of(target)) is not views.regroup:
         return False
     return sizes.shape_of(node.meta["val"]) == sizes.shape_of(source.meta["val"])
 
@@ -325,10 +315,7 @@ def _sizes_are_free(node: Node, target: Any, dim: int) -> bool:
 def _sunk(program: Program) -> Program:
     """Each g, and a bias that follows it, below a view that keeps the features: where tokens are
     one dim for a product's sake, the sequence is a dim behind the view."""
-    graph, new = Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(program.graph, new))
-    for old, made in new.items():
-        made.meta = dict(old.meta)
+    graph = copied(program.graph)
     for node in list(graph.nodes):
         if node.target is reduce_from_region and len(node.users) == 1:
             _sink(graph, node)
@@ -338,16 +325,15 @@ def _sunk(program: Program) -> Program:
 def _sink(graph: Graph, g: Node) -> None:
     user = next(iter(g.users))
     added = user if _adds_bias(user, g) and len(user.users) == 1 else None
-    view = g if added is None else added
-    view = next(iter(view.users))
-    name = ".".join(str(view.target).split(".")[:2])
-    if operators.TABLE.get(name) is not views.regroup or view.args[0] is not (added or g):
+    last = added or g
+    view = next(iter(last.users))
+    if operators.TABLE.get(name_of(view.target)) is not views.regroup or view.args[0] is not last:
         return
     before, after = (sizes.shape_of(n.meta["val"]) for n in (g, view))
     if not before or not after or before[-1] != after[-1] or len(after) <= len(before):
         return
     with graph.inserting_before(view):
-        product = graph.node_copy(view, lambda n: g.args[0] if n is (added or g) else n)
+        product = graph.node_copy(view, lambda n: g.args[0] if n is last else n)
         product.meta = {**view.meta, "placement": "P"}
         whole = graph.call_function(reduce_from_region, (product,))
         whole.name = f"g_{view.name}"

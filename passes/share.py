@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import sizes
-from autotp.program import Program, affected
+from autotp.program import Program, affected, copied
 from autotp.runtime.regions import SIDE_EFFECTS
 
 aten = torch.ops.aten
@@ -32,10 +32,7 @@ _EFFECTS = ("empty", "assert", "dropout", "batch_norm", "instance_norm")
 
 def share(program: Program) -> Program:
     """The program without what it computes twice or in vain."""
-    graph, new = Graph(), dict[Node, Node]()
-    graph.output(graph.graph_copy(program.graph, new))
-    for old, made in new.items():
-        made.meta = dict(old.meta)
+    graph = copied(program.graph)
     changed = affected(graph)
     region, count = 0, 0
     known: dict[Hashable, Node] = {}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from math import prod
 from typing import Any
 
-from autotp.commands.models import load
-from autotp.commands.output import show, working
+from autotp.commands.output import show
+from autotp.commands.plan import built, planned
 from autotp.errors import AutoTPError, InputError
 from autotp.planning import Plan
 
@@ -22,15 +23,12 @@ def run(arguments: Namespace) -> int:
 
 def _row(arguments: Namespace, name: str) -> dict[str, Any]:
     """What became of one model. Wrong arguments are still errors."""
-    from autotp.api import plan
-
-    one = Namespace(**{**vars(arguments), "model": name, "config": None})
-    with working(arguments, f"{name}: building on meta"):
-        source = load(one)
+    tp = arguments.tp or 2
+    one = Namespace(**{**vars(arguments), "model": name, "config": None, "tp": tp})
+    source = built(one)
     row: dict[str, Any] = {"model": name, "class": type(source.model).__name__}
     try:
-        with working(arguments, f"{name}: capturing and planning"):
-            made = plan(source.model, arguments.tp or 2, example_inputs=source.example_inputs)
+        made = planned(one, source)
     except InputError:
         raise
     except AutoTPError as error:
@@ -41,20 +39,13 @@ def _row(arguments: Namespace, name: str) -> dict[str, Any]:
 def _shares(plan: Plan) -> dict[str, Any]:
     from autotp.work import split_share, whole_products
 
-    sizes = {t.name: _count(t.shape) for t in plan.tensors if t.kind == "parameter"}
+    sizes = {t.name: prod(t.shape) for t in plan.tensors if t.kind == "parameter"}
     split = sum(count for name, count in sizes.items() if plan.is_sharded(name))
     return {
         "work_split": split_share(plan),
         "parameters_split": round(split / max(sum(sizes.values()), 1), 4),
         "why": [f"whole: {what}" for what in whole_products(plan)],
     }
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

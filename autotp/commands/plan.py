@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from autotp.commands.files import read_text, write_text
-from autotp.commands.models import load
+from autotp.commands.models import Source, load
 from autotp.commands.output import show, working
 from autotp.errors import InputError, PlanError, message
 from autotp.planning import Plan
@@ -37,8 +37,6 @@ def _explained(plan: Plan, name: str) -> str:
 
 def made(arguments: Namespace) -> Plan:
     """The plan of the command line's model, made on meta."""
-    from autotp.api import plan
-
     if arguments.tp is None:
         raise InputError(
             message(
@@ -48,15 +46,7 @@ def made(arguments: Namespace) -> Plan:
                 try_="--tp 8",
             )
         )
-    with working(arguments, "building on meta"):
-        source = load(arguments)
-    with working(arguments, "capturing and planning"):
-        return plan(
-            source.model,
-            arguments.tp,
-            example_inputs=source.example_inputs,
-            sequence_parallel=arguments.sequence_parallel,
-        )
+    return planned(arguments, built(arguments))
 
 
 def _saved(arguments: Namespace) -> Plan:
@@ -67,10 +57,20 @@ def _saved(arguments: Namespace) -> Plan:
 
 def _again(arguments: Namespace) -> Plan:
     """A saved plan's decisions with the graphs of a model."""
+    saved = read_plan(arguments.plan)
+    return planned(arguments, built(arguments), saved)
+
+
+def built(arguments: Namespace) -> Source:
+    """The model of a command line, on meta."""
+    with working(arguments, "building on meta"):
+        return load(arguments)
+
+
+def planned(arguments: Namespace, source: Source, saved: Plan | None = None) -> Plan:
+    """The plan of a model as the command line wants it; with `saved` by that plan's decisions."""
     from autotp.api import plan
 
-    saved = read_plan(arguments.plan)
-    source = load(arguments)
     with working(arguments, "capturing and planning"):
         return plan(
             source.model,

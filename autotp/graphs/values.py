@@ -195,7 +195,7 @@ class _Describe:
             _rule(captured) if of_operator and captured is not None else "",
             tuple(self._barred.get(captured.name, ())) if of_operator and captured else (),
             self._why_whole(captured, placement, dtype),
-            _slice(node) if placement == "S" else None,
+            node.meta.get("sliced") if placement == "S" else None,
         )
 
     def _shape(self, value: Any) -> tuple[tuple[str, ...], str, int]:
@@ -260,11 +260,6 @@ class _Describe:
         return f"{name}, {where}" if where else name
 
 
-def _slice(node: Node) -> int | None:
-    found = re.match(r"S\((\d+): sequence\)", node.meta["placement"])
-    return int(found[1]) if found else None
-
-
 def _bar(whole: WholeAxis) -> str:
     what = f"a pair of {whole.units} units ({whole.kind}): " if whole.kind else ""
     return what + whole.reason
@@ -321,7 +316,8 @@ def _share(size: str, ranks: int, rank: int) -> str:
     """A rank's slice of a sequence; of a length that is not fixed about `seq/8`."""
     if not size.isdigit():
         return f"{size}/{ranks}"
-    return str(int(size) * (rank + 1) // ranks - int(size) * rank // ranks)
+    start, stop = ax.slice_edges(int(size), ranks)[rank : rank + 2]
+    return str(stop - start)
 
 
 def _local(whole: str, dim: Dim, plan: Plan, rank: int) -> str:

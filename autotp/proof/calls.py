@@ -13,7 +13,7 @@ from autotp import axes, sizes
 from autotp.proof import elementwise, operators, products, shapes, views
 from autotp.proof.layout import layout_of
 from autotp.proof.state import State, each, flat
-from autotp.proof.values import PARTIAL, Call, Place, Refused, Value, bind
+from autotp.proof.values import PARTIAL, Call, Place, Refused, Value, bind, name_of
 from autotp.runtime.random import draw, next_seed
 from autotp.runtime.regions import SIDE_EFFECTS, enter_grad_mode, leave_grad_mode
 
@@ -49,7 +49,7 @@ def visit(state: State, node: Node) -> Any:
         raise Refused(UNDRAWN)
     if target is _aten.sym_size.int:
         return _sym_size(state, given)
-    name = ".".join(str(target).split(".")[:2])
+    name = name_of(target)
     spec = state.captured.get(node.meta.get("source", ""))
     call = Call(name, given, state.values, node.meta.get("val"), state.rank, spec)
     return _typed(state, node, call, target, _run(state, call, target, args, kwargs))

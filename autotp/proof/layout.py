@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from autotp import sizes
-from autotp.axes import Ranges
+from autotp.axes import Ranges, slice_edges
 from autotp.sizes import ONE, Size
 
 
@@ -80,7 +80,7 @@ class Layout:
 
 
 class Slices(Layout):
-    """A dim of any length in runs as equal as can be (see `autotp.runtime.sequence.slices`): one
+    """A dim of any length in runs as equal as can be (`autotp.axes.slice_edges`): one
     unit, of which nothing is cut or copied."""
 
     def __str__(self) -> str:
@@ -88,7 +88,8 @@ class Slices(Layout):
 
     def local(self, whole: int, rank: int) -> int:
         """How many of `whole` items the rank holds."""
-        return whole * (rank + 1) // len(self.held) - whole * rank // len(self.held)
+        start, stop = slice_edges(whole, len(self.held))[rank : rank + 2]
+        return int(stop - start)
 
     def repeated(self, copies: Size) -> None:
         """None: the parts would not be runs."""

@@ -109,6 +109,11 @@ def position(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
+def name_of(target: Any) -> str:
+    """`aten.softmax` of `aten.softmax.int`."""
+    return ".".join(str(target).split(".")[:2])
+
+
 def bind(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """An operator's arguments by the names of its schema, with defaults."""
     found: dict[str, Any] = {}

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.runtime.collectives import Ranges, place, take
+from autotp.axes import slice_edges
+from autotp.runtime.collectives import Ranges, gather_from_region, scatter_to_region, take
 from autotp.runtime.group import Group
 
 
 def slices(size: int, ranks: int) -> tuple[Ranges, ...]:
     """The items of a dim that each rank holds."""
-    edges = [size * rank // ranks for rank in range(ranks + 1)]
+    edges = slice_edges(size, ranks)
     return tuple(((a, b),) for a, b in zip(edges, edges[1:], strict=False))
 
 
@@ -41,20 +42,15 @@ def gather_sequence_to_region(x: Tensor, dim: int, size: int, group: Group) -> T
 
 def scatter_to_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
     """The rank's slice of a value that all ranks hold."""
-    return x if group.size == 1 else _call(_Scatter, x, dim, group)
+    if group.size == 1:
+        return x
+    # a copy: of a view the whole would stay in memory
+    return scatter_to_region(x, dim, slices(x.shape[dim], group.size), group).clone()
 
 
 def gather_from_sequence(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """All slices, for work that is the same on each rank: so are the gradients."""
-    return x if group.size == 1 else _call(_Gather, x, dim, size, group)
-
-
-def _together(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
-    ranges = slices(size, group.size)
-    shapes = [list(x.shape) for _ in ranges]
-    for shape, ((start, stop),) in zip(shapes, ranges, strict=True):
-        shape[dim] = stop - start
-    return place(group.all_gather(x, shapes), dim, ranges)
+    return gather_from_region(x, dim, slices(size, group.size), group)
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -73,34 +69,11 @@ class _GatherToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, size: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _together(x, dim, size, group)
+        return gather_from_region(x, dim, slices(size, group.size), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _call(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
-        # a copy: of a view the whole would stay in memory
-        return take(x, dim, slices(x.shape[dim], group.size)[group.rank]).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _call(_Gather, grad, ctx.dim, ctx.size, ctx.group), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _together(x, dim, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _call(_Scatter, grad, ctx.dim, ctx.group), None, None, None
 
 
 def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:

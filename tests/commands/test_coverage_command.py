@@ -41,6 +41,17 @@ def test_types_by_their_own_configuration(capsys: pytest.CaptureFixture[str]) ->
         assert row["parameters_split"] > 0.98
 
 
+def test_sequence_parallelism_is_planned_if_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from autotp import api
+
+    seen, make = [], api.plan
+    monkeypatch.setattr(api, "plan", lambda *a, **k: seen.append(make(*a, **k)) or seen[-1])
+    assert main(["coverage", "gpt2", "--sequence-parallel", *FEW]) == 0
+    assert seen[0].collectives.reduce_scatters == 3
+
+
 def test_a_model_that_is_not_captured_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coverage", f"{HERE}:branch", "llama", *FEW]) == 1
     head, first, *why, last = capsys.readouterr().out.splitlines()

@@ -232,3 +232,18 @@ def test_a_value_of_several_lengths_keeps_them_apart() -> None:
 
     model = refill(Function(forward, norm=nn.LayerNorm(WIDTH), **parts).double())
     assert_exact(model, 3, example(length=7), example(length=4))
+
+
+def test_a_whole_operand_may_have_the_lengths_of_several_streams() -> None:
+    parts = {name: nn.Linear(WIDTH, INNER) for name in ("up1", "up2")}
+    parts |= {name: nn.Linear(INNER, WIDTH) for name in ("down1", "down2")}
+
+    def forward(m: Any, x: Tensor, y: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        x = m.norm(x + m.down1(torch.tanh(m.up1(x))))
+        y = m.norm(y + m.down2(torch.tanh(m.up2(y))))
+        of_x = (x.unsqueeze(2) * pairs.unsqueeze(-1)).sum(2)
+        return x + of_x, y + (y.unsqueeze(1) * pairs.unsqueeze(-1)).sum(1)
+
+    model = refill(Function(forward, norm=nn.LayerNorm(WIDTH), **parts).double())
+    pairs = example(length=7)[..., :4].requires_grad_()
+    assert_exact(model, 3, example(length=7), example(length=4), pairs)
