@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.errors import AutoTPError
+from autotp.runtime.sharded import ShardedParameter
 from tests.distributed.cases import (
     assert_alike,
     assert_below,
@@ -78,11 +79,15 @@ def source() -> nn.Module:
     return model
 
 
-def traits(model: nn.Module, tp: nn.Module) -> dict[str, bool]:
+def traits(model: nn.Module, tp: Any) -> dict[str, bool]:
     """What a rank's model has in common with the original."""
     names = [[name for name, _ in m.named_parameters(remove_duplicate=False)] for m in (model, tp)]
     own, whole = dict(tp.named_parameters()), dict(model.named_parameters())
     modules = [[name for name, _ in m.named_modules()] for m in (model, tp)]
+
+    def kind(name: str) -> type:
+        return ShardedParameter if tp.plan.is_sharded(name) else nn.Parameter
+
     return {
         "names": names[0] == names[1],
         "modules": modules[0] == modules[1],
@@ -90,9 +95,9 @@ def traits(model: nn.Module, tp: nn.Module) -> dict[str, bool]:
         "requires_grad": all(own[n].requires_grad == whole[n].requires_grad for n in whole),
         "dtype": all(own[n].dtype == whole[n].dtype for n in whole),
         "device": all(own[n].device == whole[n].device for n in whole),
-        "kind": all(type(p) is nn.Parameter for p in own.values()),
+        "kind": all(type(p) is kind(name) for name, p in own.items()),
         "training": tp.training == model.training,
-        "config": tp.config == model.config,  # type: ignore[operator]
+        "config": tp.config == model.config,
         "own memory": not {p.data_ptr() for p in own.values()}
         & {p.data_ptr() for p in whole.values()},
     }
