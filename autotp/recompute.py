@@ -42,13 +42,17 @@ def recomputed_calls(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _checkpointed(module: nn.Module, frame: FrameType | None) -> nn.Module | None:
-    """The outermost module that runs inside of torch's checkpointing, if a call comes from it."""
-    inside = module
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT:
-            return inside
-        caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == "forward" and isinstance(caller, nn.Module):
-            inside = caller
+    """The outermost module that runs inside of torch's checkpointing, if a call comes from it.
+
+    Locals are read of calls inside only: Python 3.11 keeps what `f_locals` gave as long as the
+    frame runs, so that what the caller of `parallelize` deletes would stay alive.
+    """
+    inside: list[FrameType] = []
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        if frame.f_code.co_name == "forward":
+            inside.append(frame)
         frame = frame.f_back
-    return None
+    if frame is None:
+        return None
+    callers = (forward.f_locals.get("self") for forward in reversed(inside))
+    return next((caller for caller in callers if isinstance(caller, nn.Module)), module)

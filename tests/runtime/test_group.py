@@ -225,7 +225,8 @@ def test_seeds_are_those_of_rank_0_and_generators_stay_in_step(four: list[dict[s
     assert four[0]["seeds"] == four[1]["seeds"] != four[2]["seeds"] == four[3]["seeds"]
     assert four[0]["in step"] == four[1]["in step"]
     torch.manual_seed(200)  # what rank 0 had set
-    assert all(seen["first"] == [7, ticket()] for seen in four)
+    first = [7, ticket()]
+    assert all(seen["first"] == first for seen in four)
 
 
 @pytest.mark.dist
