@@ -30,13 +30,25 @@ def time_table(title: str, found: Mapping[str, Any]) -> str:
 
 
 def memory_table(title: str, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """A row for each variant: the model and the peak of the steps above what was before."""
-    lines = [f"{title}", f"  {'':<34}{'model MB':>10}{'peak MB':>10}{'x':>7}"]
-    peaks = {name: max(r["model"] + r["steps"] for r in ranks) for name, ranks in rows.items()}
-    for name, ranks in rows.items():
-        ratio = f"{peaks[name] / peaks['megatron']:.2f}" if "megatron" in peaks else ""
-        model = max(r["model"] for r in ranks)
-        lines.append(f"  {name:<34}{model:>10.0f}{peaks[name]:>10.0f}{ratio:>7}")
+    """A row for each variant: the process's memory with the model and at the peak of a step, and
+    its tensors at that peak, each above what was before."""
+    head = f"{'model MB':>10}{'peak MB':>10}{'x':>7}{'tensors MB':>12}{'x':>7}"
+    lines = [f"{title}", f"  {'':<34}{head}"]
+    found = {
+        name: (
+            max(r["model"] for r in ranks),
+            max(r["model"] + r["steps"] for r in ranks),
+            max(r["tensors"] for r in ranks),
+        )
+        for name, ranks in rows.items()
+    }
+    for name, (model, peak, tensors) in found.items():
+        ratios = ["", ""]
+        if "megatron" in found:
+            _, whole, base = found["megatron"]
+            ratios = [f"{peak / whole:.2f}", f"{tensors / base:.3f}"]
+        line = f"{model:>10.0f}{peak:>10.0f}{ratios[0]:>7}{tensors:>12.1f}{ratios[1]:>7}"
+        lines.append(f"  {name:<34}{line}")
     return "\n".join(lines) + "\n"
 
 

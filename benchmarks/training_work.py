@@ -166,9 +166,11 @@ def rank_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory_of(options: argparse.Namespace) -> dict[str, float]:
-    """How far one variant's anonymous memory rises, in MB: its weights, and three steps."""
+    """How far one variant's anonymous memory rises, in MB: its weights, and three steps. And its
+    tensors: weights, and the most that a step allocates on top."""
     from ctypes import CDLL
 
+    from allocations import allocated, collectives_wait
     from load_memory import anonymous, growth
     from peers import make
 
@@ -193,6 +195,11 @@ def memory_of(options: argparse.Namespace) -> dict[str, float]:
         for _ in range(3):
             variant.model.zero_grad(set_to_none=True)
             variant.step(tokens)
+    collectives_wait()
+    variant.model.zero_grad(set_to_none=True)
+    weights = {p.to_local() if hasattr(p, "to_local") else p for p in variant.model.parameters()}
+    peak = allocated(lambda: variant.step(tokens))["peak"]
+    found["tensors"] = (sum(weight.nbytes for weight in weights) + peak) / 2**20
     return found
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
@@ -78,6 +81,41 @@ def test_messages_of_slices_are_the_halves_of_the_all_reduces() -> None:
 def test_layers_that_are_checkpointed_in_slices_keep_slices() -> None:
     found = step(2, 4, True, True).kept - step(1, 4, True, True).kept
     assert found == BATCH * SEQ * HIDDEN * 2 / 4
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_holds_what_the_profiler_saw(again: bool, tmp_path: Path) -> None:
+    """One process, float32, no dropout: allocations noted by torch's profiler. Several processes
+    are measured by benchmarks/estimate.py."""
+    sizes = {"n_embd": HIDDEN, "n_head": 4, "n_positions": SEQ, "vocab_size": 500, "n_layer": 3}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ids = torch.ones(BATCH, SEQ, dtype=torch.long)
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **off)).train()
+    blank = copy.deepcopy(model).to("meta")
+    blank.tie_weights()
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tp: Any = autotp.parallelize(model, tp=1, example_inputs=call)
+    tp(**call).loss.backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = tp(**call).loss
+        with record_function("forward is done"):
+            pass
+        loss.backward()
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    after = next(e["ts"] for e in events if e["name"] == "forward is done")
+    memory = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    kept = [e["args"]["Total Allocated"] for e in memory if e["ts"] < after][-1]
+    peak = max(e["args"]["Total Allocated"] for e in memory)
+
+    given = {name: x.to("meta") if name != "use_cache" else x for name, x in call.items()}
+    plan = autotp.plan(blank, 1, example_inputs=given)
+    recompute = [f"transformer.h.{i}" for i in range(3)] if again else []
+    found = dry_run(blank, plan, ((), given), recompute=recompute)
+    assert found.kept + found.logits == pytest.approx(kept, rel=0.01)
+    assert found.peak == pytest.approx(peak, rel=0.01)
 
 
 def test_ring_and_tree() -> None:

@@ -220,8 +220,8 @@ def assumptions(machine: Machine, precision: str, shape: str) -> list[str]:
         "reads and writes all of it once",
         f"inputs: {shape}; attention in one kernel, not materialized, unless the model writes it "
         "out; masks of dropout take one byte",
-        "checkpointed: every layer is computed again in the backward pass, and its messages are "
-        "sent again",
+        "checkpointed: every layer is computed again in the backward pass up to the last value it "
+        "needs, and its messages are sent again but the last",
         "sequence parallel: norms, dropout and residuals hold slices; all-reduces become "
         "reduce-scatters and all-gathers, each half of a ring's all-reduce",
     ]
