@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from autotp.build import build, shared_planner
 from autotp.checkpoint.loading import Checkpoint, Source, from_memory
 from autotp.checkpoint.names import tensors_of
 from autotp.errors import PlanError, message
-from autotp.examples import Call, example_call, normal_call
+from autotp.examples import call_of
 from autotp.options import Options
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
@@ -53,7 +52,7 @@ def plan(
     _check_size(size)
     assert size is not None
     skeleton = skeleton_of(model)
-    args, kwargs = _call(skeleton, example_inputs)
+    args, kwargs = call_of(skeleton, example_inputs)
     return make_plan(skeleton, args, kwargs, tp=size, layout=plan, options=options)
 
 
@@ -108,7 +107,7 @@ def parallelize(
     ranks = resolve_group(tp, mesh, group)
     try:
         skeleton = skeleton_of(model)
-        args, kwargs = _call(skeleton, example_inputs)
+        args, kwargs = call_of(skeleton, example_inputs)
         made = make_plan(skeleton, args, kwargs, tp=ranks.size, layout=plan, options=options)
     except Exception as error:  # of any kind: the peers must not wait for this rank
         _agree(ranks, f"error: {type(error).__name__}: {error}")
@@ -141,7 +140,7 @@ def verify(
     """
     _check_model(model)
     twin, notes = prepared(model, dtype, dropout)
-    args, kwargs = _call(twin, example_inputs)
+    args, kwargs = call_of(twin, example_inputs)
     options = Options("gather", "whole" if dropout else "own", sequence_parallel)
     lockstep = _in_process(twin, tp, (args, kwargs), None, ["cpu"] * tp, options)
     kind = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
@@ -155,7 +154,7 @@ def _from_checkpoint(
     skeleton: nn.Module,
     made: Plan,
     ranks: Group,
-    call: Call,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
     options: Options,
 ) -> TensorParallel:
     """This rank's module with weights from files, or the same error on every rank."""
@@ -196,7 +195,7 @@ def _in_process(
         )
     _check_size(size)
     skeleton = skeleton_of(model)
-    call = _call(skeleton, example_inputs)
+    call = call_of(skeleton, example_inputs)
     made = make_plan(skeleton, *call, tp=size, layout=given, options=options)
     source: Source = from_memory if checkpoint is None else Checkpoint(checkpoint, model)
     groups = Group.in_process(size)
@@ -206,10 +205,6 @@ def _in_process(
         for group in groups
     ]
     return Lockstep([rank.to(device) for rank, device in zip(ranks, devices, strict=True)])
-
-
-def _call(skeleton: nn.Module, example_inputs: Any) -> Call:
-    return normal_call(inspect.signature(skeleton.forward), *example_call(skeleton, example_inputs))
 
 
 def _agree(ranks: Group, value: str) -> None:

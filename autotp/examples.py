@@ -69,6 +69,22 @@ def _predicts_tokens(model: nn.Module) -> bool:
     return head is not None
 
 
+def call_of(model: nn.Module, example_inputs: Any) -> Call:
+    """(args, kwargs) of one call in its normal form; PlanError if the model does not take them."""
+    args, kwargs = example_call(model, example_inputs)
+    try:
+        return normal_call(inspect.signature(model.forward), args, kwargs)
+    except TypeError as error:
+        raise PlanError(
+            message(
+                f"{type(model).__name__} does not take these inputs",
+                values=f"{len(args)} by position, by name: {', '.join(map(str, kwargs)) or 'none'}",
+                because=str(error),
+                try_=f"inputs for forward{inspect.signature(model.forward)}",
+            )
+        ) from error
+
+
 def normal_call(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call:

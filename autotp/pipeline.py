@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from autotp.errors import PlanError, message
 from autotp.options import DEFAULTS, Options
 from autotp.planning import Plan
 from autotp.program import Program
@@ -47,6 +48,15 @@ def make_plan(
 ) -> Plan:
     """A model without storage and a call become a plan. `layout` fixes how parameters lie, `entry`
     names the submodule that is called, if it is not the model itself."""
+    if layout is not None and layout.tp != tp:
+        raise PlanError(
+            message(
+                f"a plan for {layout.tp} ranks cannot be kept on {tp}",
+                values=f"plan of {layout.model} for tp={layout.tp}, tp={tp}",
+                because="its bounds say what each of its own ranks holds",
+                try_=f"tp={layout.tp}, or a new plan for tp={tp}",
+            )
+        )
     program = captured(skeleton, args, kwargs, entry)
     name = type(skeleton).__name__
     return plan_of(program, tp=tp, model=name, layout=layout, options=options)

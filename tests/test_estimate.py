@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp.commands import main
 from autotp.estimating.dryrun import Step, dry_run
+from autotp.estimating.estimate import layers_of
 from autotp.estimating.machines import MACHINES
 
 BATCH, SEQ, HIDDEN = 4, 128, 192
@@ -148,3 +150,24 @@ def test_the_command_fits_and_its_exit_code_says_so(
     assert not json.loads(capsys.readouterr().out)["fits"]
     assert main(["estimate", str(path)]) == 2
     assert "--tp or --fit is needed" in capsys.readouterr().err
+
+
+def layers(count: int, experts: int = 0) -> nn.Module:
+    def layer() -> nn.Module:
+        return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))})
+
+    return nn.ModuleDict({"h": nn.ModuleList(layer() for _ in range(count))})
+
+
+def test_layers_are_the_items_of_outermost_lists() -> None:
+    assert layers_of(layers(2)) == layers_of(layers(2, experts=3)) == ["h.0", "h.1"]
+    assert layers_of(layers(1)) == layers_of(layers(1, experts=3)) == ["h.0"]
+    assert layers_of(nn.Sequential(nn.Linear(2, 2))) == layers_of(layers(0)) == []
+    beside = nn.ModuleDict({"one": layers(1), "two": layers(2)})
+    assert layers_of(beside) == ["two.h.0", "two.h.1"]
+
+
+def test_a_model_of_one_layer_is_checkpointed(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["gpt2", "--set", "n_layer=1", "--tp", "2", "--batch", "1", "--seq", "8", "--json"]
+    assert main(["estimate", *call, "--checkpointing"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == "checkpointed"

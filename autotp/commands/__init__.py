@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from autotp.commands.arguments import parser
+from autotp.commands.output import printable
 from autotp.errors import AutoTPError, InputError
 
 DONE, NO, USAGE, MODEL, INTERRUPTED = 0, 1, 2, 3, 130
@@ -38,5 +39,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception, code: int) -> int:
-    print(f"autotp: {error}", file=sys.stderr)
+    print(f"autotp: {printable(str(error))}", file=sys.stderr)
     return code

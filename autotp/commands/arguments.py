@@ -80,7 +80,7 @@ def _verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         commands, "verify", "outputs and every gradient of all ranks against the model, on this CPU"
     )
     _tp(made)
-    made.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
+    made.add_argument("--seed", type=_seed, default=0, help="of the random weights (default 0)")
     made.add_argument("--no-backward", action="store_true", help="compare outputs only")
     made.add_argument("--dtype", help="convert the model first: float64, bfloat16, ...")
     made.add_argument(
@@ -186,6 +186,12 @@ def _positive_number(text: str) -> float:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    if not 1e-100 <= found <= 1e15:  # so that what is computed with it stays finite
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number from 1e-100 to 1e15")
     return found
+
+
+def _seed(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed (0, 1, ...; 18 digits)")
+    return int(text)

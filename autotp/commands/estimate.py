@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -125,9 +124,9 @@ def _line(one: Tried) -> str:
 
 
 def _call(model: Any, given: Any, arguments: Namespace) -> Any:
-    from autotp.examples import example_call, normal_call
+    from autotp.examples import call_of
 
-    call = normal_call(inspect.signature(model.forward), *example_call(model, given))
+    call = call_of(model, given)
     sizes = (arguments.batch, arguments.seq)
     if given is None:  # what the model shows of itself is a few tokens
         sizes = (arguments.batch or 8, arguments.seq or 1024)

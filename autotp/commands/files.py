@@ -18,12 +18,20 @@ def read_text(path: str | Path) -> str:
         size = path.stat().st_size
         if size > LARGEST:
             raise _wrong(path, f"{size:,} bytes", f"larger than {LARGEST:,} bytes")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         found = f"byte {error.start} is not UTF-8"
         raise _wrong(path, f"{path.stat().st_size:,} bytes", found) from error
-    except OSError as error:
-        raise _wrong(path, str(path), error.strerror or str(error)) from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise _wrong(path, str(path), getattr(error, "strerror", "") or str(error)) from error
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is such a file or directory; a name that can be none's is no error."""
+    try:
+        return Path(path).exists()
+    except OSError:  # too long
+        return False
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
@@ -46,9 +54,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
 def write_text(path: str | Path, text: str) -> None:
     """Write a file; InputError if that is not possible."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _wrong(path, str(path), error.strerror or str(error)) from error
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as error:
+        raise _wrong(path, str(path), getattr(error, "strerror", "") or str(error)) from error
 
 
 def _near(text: str, position: int) -> str:

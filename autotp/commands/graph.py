@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from autotp.commands.files import write_text
-from autotp.commands.output import working
+from autotp.commands.output import printable, working
 from autotp.commands.plan import made
-from autotp.errors import InputError, PlanError
+from autotp.errors import InputError, PlanError, message
 from autotp.graphs import dot, text
 from autotp.graphs.page import page
 from autotp.graphs.select import Part, call_text, part
@@ -23,6 +23,7 @@ _SUFFIXES = {".dot": "dot", ".gv": "dot", ".svg": "svg", ".graphml": "graphml", 
 
 def run(arguments: Namespace) -> int:
     """Print or write the graph, or the difference of two."""
+    _must_agree(arguments)
     kind = "json" if arguments.json else arguments.format or _by_name(arguments.output)
     plan = made(arguments)
     try:
@@ -30,12 +31,36 @@ def run(arguments: Namespace) -> int:
         found = draw(plan, arguments, kind)
     except PlanError as error:
         raise InputError(str(error)) from error
-    if arguments.output:
+    if arguments.output is not None:
         write_text(arguments.output, found)
         print(f"wrote {arguments.output}, {len(found):,} characters", file=sys.stderr)
     else:
+        found = printable(found)
         print(found, end="" if found.endswith("\n") or not found else "\n")
     return 0
+
+
+def _must_agree(arguments: Namespace) -> None:
+    """A format that would be passed over is an error."""
+    wants = f"--format {arguments.format}"
+    if arguments.format and arguments.json:
+        raise InputError(
+            message(
+                f"{wants} and --json are two formats",
+                values=f"{wants} --json",
+                because="one is written",
+                try_="one of them",
+            )
+        )
+    if arguments.diff and arguments.format not in (None, "text"):
+        raise InputError(
+            message(
+                "a difference is text",
+                values=f"--diff {' '.join(arguments.diff)} {wants}",
+                because="lines of two graphs are compared",
+                try_="--format text, or --json",
+            )
+        )
 
 
 def _by_name(output: str | None) -> str:

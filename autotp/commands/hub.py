@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.commands.files import read_object
+from autotp.commands.files import exists, read_object
 from autotp.errors import InputError, message
 
 
@@ -33,7 +33,13 @@ def build(name: str, changes: dict[str, Any], *, weights: bool = False) -> nn.Mo
         if not hasattr(config, key):
             near = f"{type(config).__name__} has no {key}"
             raise InputError(message(f"--set {key} changes nothing", values=name, because=near))
-        setattr(config, key, value)
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # a type validates its values with errors of its own
+            because = f"{type(error).__name__}: {error}"
+            raise InputError(
+                message(f"--set {key} does not take this", values=repr(value), because=because)
+            ) from error
     kind = _class(transformers, config)
     try:
         if weights:
@@ -41,7 +47,7 @@ def build(name: str, changes: dict[str, Any], *, weights: bool = False) -> nn.Mo
             return loaded
         made: nn.Module = kind._from_config(config) if _is_model(kind) else kind.from_config(config)
         return made
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, RuntimeError) as error:
+    except Exception as error:  # a model may raise anything on values that do not fit together
         raise InputError(
             message(
                 f"transformers cannot make a model of {name}",
@@ -54,9 +60,9 @@ def build(name: str, changes: dict[str, Any], *, weights: bool = False) -> nn.Mo
 
 def _config(transformers: Any, name: str) -> Any:
     path = Path(name)
-    if path.is_dir():
+    if exists(path) and path.is_dir():
         path = path / "config.json"
-    if not path.exists() and path.suffix != ".json":
+    if not exists(path) and path.suffix != ".json":
         if name in transformers.CONFIG_MAPPING:  # a type: its own default values
             return transformers.AutoConfig.for_model(name)
         return _named(transformers, name)
@@ -68,7 +74,7 @@ def _config(transformers: Any, name: str) -> Any:
                 f"{path} is no configuration of a model that transformers knows",
                 values=f"model_type {kind!r}",
                 because=f"transformers {transformers.__version__} has "
-                f"{len(transformers.CONFIG_MAPPING)} types, and not this one",
+                f"{len(list(transformers.CONFIG_MAPPING.keys()))} types, and not this one",
                 try_='"model_type": "gpt2"' if kind is None else "a newer transformers",
             )
         )
@@ -105,7 +111,8 @@ def _named(transformers: Any, name: str) -> Any:
 def _class(transformers: Any, config: Any) -> Any:
     """The class that the configuration names, else the one for causal language models, else the
     bare one."""
-    for name in getattr(config, "architectures", None) or ():
+    names = getattr(config, "architectures", None)
+    for name in names if isinstance(names, (list, tuple)) else ():
         if isinstance(name, str) and isinstance(getattr(transformers, name, None), type):
             return getattr(transformers, name)
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.commands.files import exists
 from autotp.errors import InputError, message
 
 
@@ -62,7 +64,7 @@ def _name(arguments: Namespace) -> str:
 
 def _is_function(name: str) -> bool:
     home, colon, function = name.rpartition(":")
-    return bool(colon and home) and function.isidentifier() and not Path(name).exists()
+    return bool(colon and home) and function.isidentifier() and not exists(name)
 
 
 def _from_function(name: str, changes: dict[str, Any], device: str) -> Any:
@@ -75,7 +77,9 @@ def _from_function(name: str, changes: dict[str, Any], device: str) -> Any:
         with torch.device(device):
             return call(**changes)
     except TypeError as error:
-        raise _wrong(f"cannot call {name}", f"--set {changes}", str(error)) from error
+        raise _wrong(f"cannot call {name}", f"--set {changes}", _raised(error)) from error
+    except (Exception, SystemExit) as error:
+        raise _wrong(f"{name} raised an error", f"--set {changes}", _raised(error)) from error
 
 
 def _module(home: str) -> Any:
@@ -90,10 +94,18 @@ def _module(home: str) -> Any:
             spec.loader.exec_module(module)
             return module
         return importlib.import_module(home)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise _wrong(f"cannot import {home}", home, f"{type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        raise _wrong(f"cannot import {home}", home, _raised(error)) from error
     finally:
         sys.path.remove(str(Path.cwd()))
+
+
+def _raised(error: BaseException) -> str:
+    """The error, and the line of the user's file that raised it, if there is one."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    frames = [f for f in frames if "importlib" not in f.filename and f.line]
+    where = f"\n{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _change(text: str) -> tuple[str, Any]:
@@ -115,6 +127,8 @@ def _inputs(given: Sequence[str], device: str) -> Any:
     for text in given:
         name, equals, shape = text.rpartition("=")
         tensor = _tensor(shape, device)
+        if equals and not name.isidentifier():
+            raise _wrong("--input has no such name", repr(text), f"{name!r} names no argument")
         if equals:
             kwargs[name] = tensor
         else:
@@ -132,9 +146,13 @@ def _tensor(text: str, device: str) -> torch.Tensor:
     except ValueError as error:
         wrong = "a shape is `2,16,64`, perhaps with `:int64`"
         raise _wrong("--input is no shape", repr(text), wrong) from error
-    if dtype.is_floating_point:
-        return torch.randn(shape, device=device).to(dtype)
-    return torch.ones(shape, dtype=dtype, device=device)
+    try:
+        if dtype.is_floating_point:
+            return torch.randn(shape, device=device).to(dtype)
+        return torch.ones(shape, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:  # more than memory, or than a number can count
+        because = str(error).splitlines()[0]
+        raise _wrong("--input cannot be made", repr(text), because) from error
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -11,13 +11,15 @@ from autotp.commands.output import show, working
 from autotp.errors import InputError, PlanError, message
 from autotp.planning import Plan
 
+_OF_MODEL = ("sequence_parallel", "set", "input", "eval", "dump")  # they change or need graphs
+
 
 def run(arguments: Namespace) -> int:
     """Print the plan, and write what is asked for."""
-    plan = _saved(arguments) if arguments.plan else made(arguments)
-    if arguments.save:
+    plan = _saved(arguments) if arguments.plan is not None else made(arguments)
+    if arguments.save is not None:
         write_text(arguments.save, plan.to_json() + "\n")
-    if arguments.dump:
+    if arguments.dump is not None:
         with working(arguments, f"writing {arguments.dump}"):
             _dump(plan, arguments.dump)
     if arguments.explain:
@@ -50,15 +52,31 @@ def made(arguments: Namespace) -> Plan:
 
 
 def _saved(arguments: Namespace) -> Plan:
-    if arguments.model or arguments.config:
-        return _again(arguments)
-    return read_plan(arguments.plan)
-
-
-def _again(arguments: Namespace) -> Plan:
-    """A saved plan's decisions with the graphs of a model."""
+    """A saved plan; if a model is given, its decisions with the graphs of the model."""
     saved = read_plan(arguments.plan)
-    return planned(arguments, built(arguments), saved)
+    if arguments.tp not in (None, saved.tp):
+        raise InputError(
+            message(
+                f"the plan in {arguments.plan} is not for tp={arguments.tp}",
+                values=f"--tp {arguments.tp}, the plan is for tp={saved.tp}",
+                because="a kept plan holds for its own number of ranks",
+                try_=f"--tp {saved.tp}, or without --plan",
+            )
+        )
+    if arguments.model is not None or arguments.config is not None:
+        return planned(arguments, built(arguments), saved)
+    useless = [name for name in _OF_MODEL if getattr(arguments, name)]
+    if useless:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
+        raise InputError(
+            message(
+                f"{options} cannot be had without a model",
+                values=f"--plan {arguments.plan}, no MODEL",
+                because="a plan's file holds decisions, and graphs are made from a model",
+                try_=f"autotp plan MODEL --plan {arguments.plan}",
+            )
+        )
+    return saved
 
 
 def built(arguments: Namespace) -> Source:
@@ -92,6 +110,6 @@ def read_plan(path: str) -> Plan:
 def _dump(plan: Plan, directory: str) -> None:
     try:
         plan.dump(Path(directory))
-    except OSError as error:
-        because = error.strerror or str(error)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        because = getattr(error, "strerror", "") or str(error)
         raise InputError(message("cannot write", values=directory, because=because)) from error

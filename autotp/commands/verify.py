@@ -25,6 +25,7 @@ def run(arguments: Namespace) -> int:
         raise InputError(
             message("--tp is needed", values="--tp not given", because="verify runs tp ranks")
         )
+    dtype = _dtype(arguments.dtype)
     with working(arguments, "building on meta"):
         _must_fit(load(_without_weights(arguments)).model)
     torch.manual_seed(arguments.seed)
@@ -37,11 +38,19 @@ def run(arguments: Namespace) -> int:
             example_inputs=source.example_inputs,
             backward=not arguments.no_backward,
             sequence_parallel=arguments.sequence_parallel,
-            dtype=dtype_of(arguments.dtype) if arguments.dtype else None,
+            dtype=dtype,
             limit=arguments.limit,
         )
     show(arguments, str(report), _data(report))
     return 0 if report.ok else 1
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype = None if name is None else dtype_of(name)
+    if dtype is not None and not dtype.is_floating_point:
+        because = "a model has gradients in floating point only"
+        raise InputError(message("--dtype is not for models", values=str(dtype), because=because))
+    return dtype
 
 
 def _without_weights(arguments: Namespace) -> Namespace:

@@ -106,7 +106,7 @@ def estimate(
             message(
                 "there are no layers to checkpoint",
                 values=plan.model,
-                because="layers are the items of the model's longest ModuleList, and it has none",
+                because="layers are the items of the outermost ModuleLists, and it has none",
                 try_="without --checkpointing",
             )
         )
@@ -136,10 +136,19 @@ def estimate(
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """The paths of the layers: the items of lists of modules that are in no other such list."""
-    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    """The paths of the layers: the items of lists of modules that are in no other such list.
+
+    Lists of one item count only where no outermost list is longer: then the model has one layer.
+    """
+    sizes = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = _outermost([name for name, size in sizes.items() if size])
+    if any(sizes[name] > 1 for name in outer):
+        outer = _outermost([name for name, size in sizes.items() if size > 1])
     return [f"{n}.{at}" for n in outer for at, _ in model.get_submodule(n).named_children()]
+
+
+def _outermost(names: list[str]) -> list[str]:
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
 def needs_at_least(plan: Plan, precision: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -116,4 +117,4 @@ def graphml_text(chosen: Part) -> str:
 
 def _plain(text: str) -> str:
     """Without characters that XML cannot hold."""
-    return "".join(c if c in "\t\n\r" or ord(c) >= 32 else "?" for c in text)
+    return re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)

@@ -28,7 +28,8 @@ def python_text(chosen: Part) -> str:
             lines.append(f"    # {_relative(module, chosen.module)}{_class(value)}")
         lines.append(f"{call.ljust(width)}  # {_lies(value)}{_note(value)}")
     returned = ", ".join(chosen.names[name] for name in chosen.returned)
-    return "\n".join([*lines, f"    return {returned or None}"]) + "\n"
+    lines.append(f"    return {returned or None}")
+    return "".join(line.replace("\n", "\\n") + "\n" for line in lines)  # names may hold newlines
 
 
 def difference(one: Part, other: Part) -> str:

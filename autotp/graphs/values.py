@@ -105,7 +105,7 @@ def view(plan: Plan, which: str) -> View:
         program, title = plan.stages[0][1] if plan.stages else plan.program(), "before"
     elif which == "after":
         program, title = plan.program(), f"after, tp={plan.tp}"
-    elif which.isascii() and which.isdigit() and int(which) < plan.tp:
+    elif which.isascii() and which.isdigit() and len(which) < 9 and int(which) < plan.tp:
         from autotp.pipeline import rank_program
 
         program = rank_program(plan, int(which), shapes=True)
@@ -113,8 +113,8 @@ def view(plan: Plan, which: str) -> View:
     else:
         raise PlanError(
             message(
-                f"there is no graph {which!r}",
-                values=f"{which!r}, tp={plan.tp}",
+                f"there is no graph {which[:40]!r}",
+                values=f"{which[:40]!r}, tp={plan.tp}",
                 because="a graph is the one before or after, or that of one rank",
                 try_=f"before, after, or a rank from 0 to {plan.tp - 1}",
             )

@@ -150,6 +150,33 @@ def test_names_that_are_markup_are_text_in_every_format() -> None:
         assert b"<script>" not in done.stdout and b"&lt;script&gt;" in done.stdout
 
 
+class Control(nn.Module):
+    """A name that steers a terminal, ends a line and is no XML."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a\x1b[31m\nb\ufffe", nn.Linear(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(next(self.children())(x))
+
+
+def control() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return Control(), (torch.ones(2, 4),)
+
+
+def test_control_characters_in_names_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    call = [f"{__file__}:control", "--tp", "2"]
+    for command in ("plan", "graph", "coverage"):
+        main([command, *call])
+        assert "\x1b" not in capsys.readouterr().out
+    assert main(["graph", *call]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("a\\x1b[31m\\nb" in line for line in lines)
+    assert main(["graph", *call, "--format", "graphml"]) == 0
+    nx.read_graphml(io.BytesIO(capsys.readouterr().out.encode()))
+
+
 def test_the_command_writes_by_the_name_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +197,11 @@ def test_the_command_writes_by_the_name_of_the_file(
         (["--view", "3"], "a rank from 0 to 2"),
         (["--view", "x"], "there is no graph 'x'"),
         (["--diff", "norm@0", "block@9"], "there is no graph '9'"),
+        (["--view", "9" * 5000], "there is no graph '9999"),
+        (["--diff", "0", "1", "--format", "html"], "a difference is text"),
+        (["--json", "--format", "dot"], "two formats"),
+        (["--output", ""], "Is a directory"),
+        (["--output", "a\0b"], "null byte"),
     ],
 )
 def test_a_wrong_choice_exits_with_2(

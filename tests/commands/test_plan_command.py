@@ -106,6 +106,99 @@ def test_a_model_that_cannot_be_captured_exits_with_3(capsys: pytest.CaptureFixt
     assert "torch.export cannot capture Function" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("raising", "RuntimeError: no weights today"),
+        ("leaving", "SystemExit: 0"),
+        ("endless", "RecursionError"),
+    ],
+)
+def test_a_function_that_raises_is_an_error_with_its_place(
+    function: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("plan", "graph", "verify", "estimate", "coverage"):
+        assert main([command, f"{__file__}:{function}", "--tp", "2", "--json"]) == 2
+        said = capsys.readouterr()
+        assert what in said.err and f"in {function}" in said.err and not said.out
+
+
+def raising() -> Any:
+    raise RuntimeError("no weights today")
+
+
+def leaving() -> Any:
+    sys.exit(0)
+
+
+def endless() -> Any:
+    return endless()
+
+
+def test_a_file_that_raises_or_leaves_when_imported_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "module.py"
+    for text in ("raise RuntimeError('at import')", "import sys; sys.exit('at import')", "\0"):
+        path.write_text(text)
+        assert main(["plan", f"{path}:f", "--tp", "2"]) == 2
+        assert f"cannot import {path}" in capsys.readouterr().err
+
+
+def test_what_a_model_prints_is_not_in_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "graph", "verify", "estimate", "coverage"):
+        assert main([command, f"{__file__}:talking", "--tp", "2", "--json"]) in (0, 1)
+        said = capsys.readouterr()
+        json.loads(said.out)
+        assert "building" in said.err and "running" in said.err
+
+
+def talking() -> Any:
+    """A model that prints when it is built and when it is called."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        print("running")
+        return torch.as_tensor(m.two(torch.relu(m.one(x))))
+
+    print("building")
+    model = Function(forward, one=nn.Linear(4, 8), two=nn.Linear(8, 4))
+    return model, (torch.ones(2, 4),)
+
+
+def test_a_saved_plan_refuses_what_it_cannot_follow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = str(tmp_path / "plan.json")
+    assert main(["plan", *MLP, "--tp", "3", "--save", saved]) == 0
+    assert main(["plan", "--plan", saved, "--tp", "3"]) == 0
+    capsys.readouterr()
+    for more, what in (
+        (["--sequence-parallel"], "--sequence-parallel cannot be had without a model"),
+        (["--set", "a=1", "--input", "2,4"], "--set, --input cannot be had without a model"),
+        (["--dump", str(tmp_path / "dump")], "--dump cannot be had without a model"),
+        (["--tp", "2"], "is not for tp=2"),
+        ([*MLP, "--tp", "4"], "is not for tp=4"),
+        (["--plan", ""], "Is a directory"),
+        (["--save", ""], "Is a directory"),
+    ):
+        assert main(["plan", "--plan", saved, *more]) == 2
+        assert what in capsys.readouterr().err
+    plan = autotp.plan(mlp(), 3, example_inputs=(torch.ones(2, 4, 12),))
+    with pytest.raises(autotp.PlanError, match="a plan for 3 ranks cannot be kept on 4"):
+        autotp.plan(mlp(), 4, example_inputs=(torch.ones(2, 4, 12),), plan=plan)
+
+
+def test_a_configuration_may_begin_with_a_byte_order_mark(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(config).write_text(json.dumps(SMALL), encoding="utf-8-sig")
+    assert main(["plan", config, "--tp", "2", "--set", "n_layer=1"]) == 0
+    for change in ("n_layer=x", "n_head=0", "__class__=1"):
+        assert main(["plan", config, "--tp", "2", "--set", change]) == 2
+    assert main(["plan", config, "--tp", "2", "--set", "architectures=5"]) == 0
+    assert capsys.readouterr().err.count("autotp: ") == 3
+
+
 def branching() -> Any:
     """A model whose path depends on a value."""
 
@@ -225,6 +318,16 @@ def test_text_or_bytes_that_are_no_plan(tmp_path: Path, capsys: pytest.CaptureFi
         (["plan", "tests.models:mlp", "--tp", "2", "--input", "2,x"], "--input is no shape"),
         (["plan", "tests.models:mlp", "--tp", "2", "--input", "2:int99"], "this is no dtype"),
         (["plan", "tests.models:mlp", "--tp", "2", "--set", "x"], "--set needs KEY=VALUE"),
+        (["plan", "tests.models:mlp", "--tp", "2", "--input", "=2"], "'' names no argument"),
+        (["plan", "tests.models:mlp", "--tp", "2", "--input", "9" * 20], "cannot be made"),
+        (["plan", "tests.models:mlp", "--tp", "2", "--input", "9" * 15 + ",99999"], "cannot be"),
+        (["plan", ".:f", "--tp", "2"], "cannot import ."),
+        (["plan", "x" * 5000, "--tp", "2"], "there is no model"),
+        (["plan", "x" * 5000 + ":f", "--tp", "2"], "cannot import"),
+        (["plan", "--plan", "a\0b"], "null byte"),
+        (["plan", *MLP, "--tp", "2", "--save", "a\0b"], "null byte"),
+        (["plan", *MLP, "--tp", "2", "--dump", "a\0b"], "null byte"),
+        (["verify", *MLP, "--tp", "2", "--dtype", "int64"], "--dtype is not for models"),
     ],
 )
 def test_wrong_arguments_exit_with_2(
@@ -232,6 +335,25 @@ def test_wrong_arguments_exit_with_2(
 ) -> None:
     assert main(arguments) == 2
     assert what in capsys.readouterr().err
+
+
+def test_inputs_that_the_model_does_not_take_exit_with_3(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("plan", "verify", "estimate"):
+        given = ["tests.models:mlp", "--tp", "2", "--input", "no_such=2,4,12"]
+        assert main([command, *given]) == 3
+        assert "by name: no_such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--seed", "9" * 30), ("--limit", "1e308"), ("--limit", "nan"), ("--limit", "0")],
+)
+def test_numbers_beyond_bounds_exit_with_2(option: str, value: str) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["verify", *MLP, "--tp", "2", option, value])
+    assert done.value.code == 2
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "x", "99999999", "1.5"])
