@@ -204,10 +204,11 @@ def _whole(plan: Plan, name: str, chain: bool) -> list[str]:
             f"It would have been the {why.kind} pair of {_names(why.columns)} (column-parallel) "
             f"and {_names(why.rows)} (row-parallel), {why.units} units."
         )
-    if chain and node is not None and why is not None and why.node:
+    if node is not None and why is not None and why.node:
         path = _to_bar(plan, node, axis, why.node)
         if path:
-            lines.append(f"Its dim and that operator's are one axis: {' -> '.join(path)}.")
+            names = f": {' -> '.join(path)}" if chain else ""
+            lines.append(f"Its dim and that operator's are one axis{names}.")
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.commands import main
@@ -98,7 +99,9 @@ def test_it_opens_a_block_unfolds_and_a_value_tells_of_itself(plan: Plan, tmp_pa
         "modeling_gpt2.py:" in result["attention"] and "reduction.attention" in result["attention"]
     )
     assert result["here"] == "7[batch, 1, seq, 4]1  (number 11)"
+    assert "their axis is whole because aten.layer_norm normalizes over it" in result["panel"]
     assert "aten.layer_norm normalizes over it (layer_norm, modeling_gpt2.py:" in result["bias"]
+    assert "Its dim and that operator's are one axis." in result["bias"]
     assert "an all-reduce adds the ranks' summands" in result["g"]
 
 
@@ -125,12 +128,75 @@ def test_a_search_finds_weights_and_an_address_names_what_is_seen(
         tmp_path,
         "#module=transformer.h.2.mlp&rank=5",
     )
-    assert result["start"].startswith("transformer.h.2.mlp; 5 of 8")
+    assert result["start"].startswith("transformer.h.2.mlp; 5 (of 0 to 7)")
     assert result["found"] == ["transformer.h.4.mlp.c_fc.weight parameter, S(1: ffn4)"]
     assert result["chosen"] == "transformer.h.4.mlp.c_fc.weight"
     assert "It is column-parallel" in result["panel"]
     assert "value=transformer_h_4_mlp_c_fc_weight" in result["address"]
     assert result["views"] > 3
+
+
+@browser
+def test_heads_are_counted_where_key_heads_are_shared(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        **{"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2},
+    )
+    model = LlamaForCausalLM(config)
+    held = {}
+    for tp in (2, 3):
+        script = f"""
+        focusOn("model.layers.0");
+        setRank({tp - 1});
+        result.bar = text("#rank-text");
+        result.panel = text("#panel");
+        result.legend = text("#legend");
+        choose(VALUES.find((value) => value.name === "scaled_dot_product_attention").index, true);
+        result.value = text("#panel");
+        focusOn("");
+        result.whole = text("#panel");
+        """
+        (tmp_path / str(tp)).mkdir()
+        held[tp] = in_browser(page(autotp.plan(model, tp)), script, tmp_path / str(tp))
+    assert held[2]["bar"].endswith("4 of 8 heads")  # a key head and the four heads that it serves
+    assert "1 of 2 groups of 4 heads" in held[2]["panel"]
+    assert held[3]["bar"].endswith("2 of 8 heads")  # one of the four heads of each key head
+    assert "1 of 4 groups of 2 heads" in held[3]["panel"]
+    assert "groups of 2 heads of heads0" in held[3]["value"]
+    assert "their axis is whole because it has 2 units, fewer than tp=3" in held[3]["whole"]
+    assert "inputs in parts" in held[3]["legend"] and "parts pair" not in held[3]["legend"]
+
+
+@browser
+def test_heads_are_not_claimed_where_no_softmax_shows_them(plan: Plan, tmp_path: Path) -> None:
+    script = """
+    HEADS.clear();
+    setRank(1);
+    result.bar = text("#rank-text");
+    result.panel = text("#panel");
+    """
+    result = in_browser(page(plan), script, tmp_path)
+    assert "heads" not in result["bar"]
+    assert "2 of 12 units" in result["panel"]
+
+
+@browser
+def test_a_chosen_value_stays_in_sight_when_the_window_changes(plan: Plan, tmp_path: Path) -> None:
+    result = in_browser(
+        page(plan),
+        """
+        focusOn("transformer.h.3");
+        choose(VALUES.find((value) => value.name === "g_addmm_15").index, true);
+        window.dispatchEvent(new Event("resize"));
+        const box = node("g_addmm_15").getBoundingClientRect();
+        const seen = document.getElementById("canvas").getBoundingClientRect();
+        result.inside = box.top >= seen.top && box.bottom <= seen.bottom;
+        fit(true); // the layer is taller than the window: without the choice it is out of sight
+        result.far = node("g_addmm_15").getBoundingClientRect().top > seen.bottom;
+        """,
+        tmp_path,
+    )
+    assert result == {"inside": True, "far": True}
 
 
 @browser

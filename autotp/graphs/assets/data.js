@@ -128,13 +128,41 @@ function shortName(value) {
 
 const KINDS = { attention: "attention", mlp: "MLP", vocabulary: "vocabulary", input: "inputs in parts", sequence: "sequence" };
 
+/** `MLP pair`; inputs in parts have no partner. */
+function pairName(kind) {
+  return KINDS[kind] + (kind === "input" ? "" : " pair");
+}
+
 /** The kind of the axis that splits or makes a value; empty for whole ones. */
 function kindOf(value) {
   if (value.slice !== null) return "sequence";
   return value.pair || (value.axis && DATA.axes[value.axis] ? DATA.axes[value.axis][0] : "");
 }
 
+/** How heads depend on an attention axis: the dim of heads at its softmax. With key heads that are
+ * shared, a unit of the axis is a group of heads. */
+const HEADS = new Map();
+for (const value of VALUES) {
+  const softmax = /scaled_dot_product_attention|softmax/.test(value.operator) && value.shape.length === 4;
+  if (softmax && !HEADS.has(value.axis) && axisIn(value.dims[1] || 0) === value.axis) HEADS.set(value.axis, value.dims[1]);
+}
+
+/** The heads that a rank has of an attention axis, and all of them; null where no softmax tells. */
+function headsOf(axis, rank) {
+  if (!HEADS.has(axis)) return null;
+  const counts = RANKS.map((one) => sizeOn(HEADS.get(axis), one)[0]);
+  return [counts[rank], counts.reduce((sum, count) => sum + count, 0)];
+}
+
+/** A unit of an attention axis in words. */
+function headUnit(axis) {
+  const heads = headsOf(axis, 0);
+  if (!heads) return "units";
+  const each = heads[1] / DATA.axes[axis][1];
+  return each === 1 ? "heads" : "groups of " + each + " heads";
+}
+
 function unitName(axis) {
   const kind = DATA.axes[axis][0];
-  return { attention: "heads", mlp: "features", vocabulary: "words", input: "input features" }[kind] || "units";
+  return { attention: headUnit(axis), mlp: "features", vocabulary: "words", input: "input features" }[kind] || "units";
 }

@@ -169,14 +169,15 @@ function showFound() {
 /** ` \u00b7 2 of 12 heads` where all layers give the rank as many. */
 function headsOn(rank) {
   const axes = Object.keys(DATA.axes).filter((name) => DATA.axes[name][0] === "attention");
-  const found = new Set(axes.map((name) => unitsOn(name, rank) + " of " + DATA.axes[name][1] + " heads"));
-  return found.size === 1 ? "  \u00b7  " + [...found][0] : "";
+  const found = new Set(axes.map((name) => (headsOf(name, rank) || []).join(" of ")));
+  const heads = [...found].join();
+  return found.size === 1 && heads ? "  \u00b7  " + heads + " heads" : "";
 }
 
 function setRank(rank) {
   state.rank = rank;
   document.getElementById("rank").value = rank;
-  document.getElementById("rank-text").textContent = rank + " of " + DATA.tp + "  \u00b7  " + DATA.parameters[rank].toLocaleString("en") + " parameters" + headsOn(rank);
+  document.getElementById("rank-text").textContent = rank + " (of 0 to " + (DATA.tp - 1) + ")  \u00b7  " + DATA.parameters[rank].toLocaleString("en") + " parameters" + headsOn(rank);
   draw(true);
   showPanel();
   remember();
@@ -187,7 +188,7 @@ function legend() {
   const item = (mark, text) => el("span", {}, mark, text);
   const line = (style) => el("i", { class: "line", style });
   return [
-    ...kinds.map((kind) => item(el("span", { class: "dot", style: "background:" + COLOURS[kind] }), KINDS[kind] + " pair")),
+    ...kinds.map((kind) => item(el("span", { class: "dot", style: "background:" + COLOURS[kind] }), pairName(kind))),
     ...(VALUES.some((value) => value.slice !== null) ? sequenceLegend(item) : []),
     item(el("b", { class: "letter-g" }, "g"), "all-reduce"), item(el("b", { class: "letter-f" }, "f"), "all-reduce in backward"),
     item(line("border-top:2px solid #2f6fd0"), "S split"), item(line("border-top:2px dashed #d08700"), "R behind f"),
@@ -221,7 +222,7 @@ function start() {
   document.getElementById("in").addEventListener("click", () => zoom(1.25));
   document.getElementById("out").addEventListener("click", () => zoom(0.8));
   hand(document.getElementById("canvas"));
-  window.addEventListener("resize", () => fit(true));
+  window.addEventListener("resize", () => { fit(true); highlight(true); });
   recall();
 }
 

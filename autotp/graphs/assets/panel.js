@@ -49,7 +49,7 @@ function valuePanel(value) {
   ];
   if (WORDS[value.role]) found.push(el("p", { class: "lead" }, WORDS[value.role]));
   if (value.part) {
-    found.push(el("p", { class: "lead" }, KINDS[value.pair] + " pair, " + value.part + "-parallel: " +
+    found.push(el("p", { class: "lead" }, pairName(value.pair) + ", " + value.part + "-parallel: " +
       (value.part === "column" ? "makes " : value.pair === "vocabulary" ? "looks words up along " : "sums over ") + value.axis +
       (value.placement === "P" ? "; every rank has a summand, and " + (adders(value) || "a collective") + " adds them." : ".")));
   }
@@ -151,7 +151,7 @@ function modulePanel() {
     el("p", { class: "tags" }, ...(module.kind ? [el("span", { class: "tag" }, module.kind)] : []),
       ...(module.run ? [el("span", { class: "tag" }, RUNS.get(module.run).length + " alike")] : [])),
   ];
-  found.push(el("h3", {}, "what rank " + state.rank + " of " + DATA.tp + " holds"), shareTable(values));
+  found.push(el("h3", {}, "what rank " + state.rank + " holds"), shareTable(values));
   found.push(...collectivesOf(values));
   found.push(...weightsOf(values));
   if (state.focus === "") {
@@ -262,7 +262,7 @@ function weightsOf(values) {
   const by = new Map();
   for (const value of whole) by.set(reason(value), [...(by.get(reason(value)) || []), value]);
   for (const [why, items] of by) {
-    found.push(el("p", { class: "why" }, "because ", el("b", {}, why)));
+    found.push(el("p", { class: "why" }, /^(aten\.|it has )/.test(why) ? "their axis is whole because " : "because ", el("b", {}, why)));
     found.push(items.length > 8 ? folded(items, (value) => relative(value.operator)) :
       el("p", { class: "links" }, ...items.map((value) => link(value, relative(value.operator)))));
   }
