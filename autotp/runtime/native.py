@@ -9,6 +9,7 @@ what code is generated from changes: graphs keep their operators.
 
 from __future__ import annotations
 
+import keyword
 import operator
 import sys
 from typing import Any
@@ -56,6 +57,8 @@ def native(graph: Graph) -> Graph:
     for node in graph.nodes:
         copy = made.node_copy(node, lambda n: new[n])
         new[node] = copy
+        if node.op in ("get_attr", "call_module"):
+            copy.target = ".".join(map(_written, node.target.split(".")))
         if node.op != "call_function":
             continue
         if node.target in FUNCTIONS:
@@ -65,6 +68,15 @@ def native(graph: Graph) -> Graph:
         elif node.target is torch.ops.aten.slice.Tensor:
             _subscript(copy, node)
     return made
+
+
+def _written(name: str) -> str:
+    """An attribute's name as torch.fx can write it: it puts identifiers after a dot, keywords too,
+    and all others between quotes as they are."""
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    if name.isascii() and (plain or name.isdigit()):  # Python reads other letters as similar ones
+        return name
+    return "".join(f"\\U{ord(character):08x}" for character in name)
 
 
 def _subscript(copy: Node, node: Node) -> None:

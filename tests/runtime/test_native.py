@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+import autotp
 from autotp.runtime.native import FUNCTIONS, METHODS, native
 
 aten = torch.ops.aten
@@ -129,3 +130,22 @@ def test_every_function_is_tried() -> None:
     tried = {call[0] for call in CALLS}
     assert {*FUNCTIONS, *METHODS, aten.slice.Tensor} == tried
     assert operator.getitem not in FUNCTIONS.values()
+
+
+def test_modules_and_parameters_of_any_name_are_read() -> None:
+    """Keywords, quotes, line ends, letters that Python takes for others, lone surrogates."""
+    names = ["lambda", "class", "0", "q\"uo'te\n\\", "\ufb01", "\ud800", "{x}", "plain"]
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+            self.register_parameter("def", nn.Parameter(torch.randn(8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts.values():
+                x = x + part(x).tanh()
+            return x * getattr(self, "def")
+
+    report = autotp.verify(Named(), tp=3, example_inputs=(torch.randn(2, 8),))
+    assert report.ok, str(report)
