@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autotp import pytree
-from autotp.api import _call
 from autotp.build import build
+from autotp.examples import call_of
 from autotp.pipeline import plan_of
 from autotp.planning import Plan
 from autotp.runtime.group import Group
@@ -31,7 +31,7 @@ def parallel(model: nn.Module, tp: int, example: Any) -> Lockstep:
 def parallels(model: nn.Module, tps: Sequence[int], example: Any) -> list[Lockstep]:
     """The same for several tp; the model is captured once, which is what takes the time."""
     skeleton = skeleton_of(model)
-    call = _call(skeleton, example)
+    call = call_of(skeleton, example)
     program = normalize(capture(skeleton, *call))
     made = []
     for tp in tps:
