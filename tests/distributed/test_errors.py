@@ -163,7 +163,7 @@ def test_a_rank_that_fails_alone_stops_all(four: list[dict[str, Any]]) -> None:
     assert four[2]["one not captured"]["from"] == "CaptureError"
     text = same(four, "one calls wrongly", "GroupError")
     assert "rank 1 gave another value than ranks 0, 2 and 3" in text
-    assert four[1]["one calls wrongly"]["from"] == "TypeError"
+    assert four[1]["one calls wrongly"]["from"] == "PlanError"
     for found in four:
         assert found["one calls wrongly"]["seconds"] < SOON / 2, "nobody waits for the limit"
 
