@@ -15,7 +15,7 @@ from autotp.build import build, shared_planner
 from autotp.checkpoint.loading import Checkpoint, Source, from_memory
 from autotp.checkpoint.names import tensors_of
 from autotp.errors import PlanError, message
-from autotp.examples import call_of
+from autotp.examples import Call, call_of
 from autotp.options import Options
 from autotp.pipeline import make_plan
 from autotp.planning import Plan
@@ -154,7 +154,7 @@ def _from_checkpoint(
     skeleton: nn.Module,
     made: Plan,
     ranks: Group,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    call: Call,
     options: Options,
 ) -> TensorParallel:
     """This rank's module with weights from files, or the same error on every rank."""

@@ -13,10 +13,6 @@ off, because its masks are of another type on a CPU. float32.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from allocations import allocated, collectives_wait
+from ranks import report, spawned
 from torch.profiler import record_function
 
 import autotp
@@ -55,27 +52,25 @@ def call_of(batch: int, seq: int, device: str) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def estimated(options: argparse.Namespace, again: bool, slices: bool) -> list[list[int]]:
+def estimated(options: argparse.Namespace, kind: str, tp: int, again: bool, slices: bool) -> Any:
     """Bytes kept and at the peak of every rank."""
-    model = model_of(options.kind, options.layers, options.width)
+    model = model_of(kind, options.layers, options.width)
     call = call_of(options.batch, options.seq, "meta")
-    plan = autotp.plan(model, options.ranks, example_inputs=call, sequence_parallel=slices)
+    plan = autotp.plan(model, tp, example_inputs=call, sequence_parallel=slices)
     recompute = layers_of(model) if again else ()
-    found = [
-        dry_run(model, plan, ((), call), rank=rank, recompute=recompute)
-        for rank in range(options.ranks)
-    ]
-    return [[step.kept + step.logits, step.peak] for step in found]
+    steps = [dry_run(model, plan, ((), call), rank=r, recompute=recompute) for r in range(tp)]
+    return [[step.kept + step.logits, step.peak] for step in steps]
 
 
 def measured(options: argparse.Namespace) -> list[int]:
     """The same of this process, from its allocations."""
     collectives_wait()
     torch.manual_seed(0)
-    model = model_of(options.kind, options.layers, options.width).to_empty(device="cpu")
+    model = model_of(options.model[0], options.layers, options.width).to_empty(device="cpu")
     model.tie_weights()  # what was one tensor is one again
     for tensor in (*model.parameters(), *model.buffers()):
-        torch.nn.init.normal_(tensor.detach(), std=0.02) if tensor.is_floating_point() else None
+        if tensor.is_floating_point():
+            torch.nn.init.normal_(tensor.detach(), std=0.02)
     if options.again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     call = call_of(options.batch, options.seq, "cpu")
@@ -93,28 +88,19 @@ def measured(options: argparse.Namespace) -> list[int]:
     return [found[FORWARD], found["peak"]]
 
 
-def spawned(options: argparse.Namespace, again: bool, slices: bool) -> list[list[int]]:
-    """What the processes of one row measure."""
+def processes(options: argparse.Namespace, kind: str, tp: int, again: bool, slices: bool) -> Any:
+    """The same as `tp` processes measure it."""
+    arguments = ["--model", kind] + ["--again"] * again + ["--slices"] * slices
+    for name in ("layers", "width", "batch", "seq"):
+        arguments += [f"--{name}", str(getattr(options, name))]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={options.ranks}", __file__, "--rank", folder]
-        for name in ("kind", "layers", "width", "batch", "seq"):
-            command += [f"--{name}", str(getattr(options, name))]
-        command += ["--again"] * again + ["--slices"] * slices
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with open(Path(folder) / "log", "w+b") as log:
-            done = subprocess.run(command, stdout=log, stderr=log, env=environment)
-            if done.returncode:
-                log.seek(0)
-                sys.exit(log.read().decode(errors="replace"))
-        files = [Path(folder) / f"found{rank}" for rank in range(options.ranks)]
-        return [json.loads(file.read_text()) for file in files]
+        return spawned(Path(folder), __file__, tp, *arguments)
 
 
 def main() -> None:
     """Measure and print, or be one process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kind", choices=["gpt2", "llama"], action="append")
+    parser.add_argument("--model", choices=["gpt2", "llama"], action="append")
     for name, value in (("layers", 4), ("width", 512), ("batch", 4), ("seq", 256)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 3])
@@ -122,30 +108,26 @@ def main() -> None:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    kinds = options.kind or ["gpt2", "llama"]
     if options.rank:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        options.kind = kinds[0]
-        found = measured(options)
-        (options.rank / f"found{dist.get_rank()}").write_text(json.dumps(found))
+        report(options.rank, measured(options))
         dist.barrier()
         return
     sizes = f"{options.layers} layers of {options.width}, {options.batch} x {options.seq} tokens"
     head = "".join(f"{word:>11}" for word in ("estimated", "measured", "ratio"))
     print(f"{sizes}, MB of the rank that measured most\n{'':<32}{'kept':>33}{'peak':>33}")
     print(f"{'':<32}{head}{head}")
-    for kind in kinds:
-        for ranks in options.tp:
-            options.kind, options.ranks = kind, ranks
+    for kind in options.model or ["gpt2", "llama"]:
+        for tp in options.tp:
             for (again, slices), name in VARIANTS.items():
-                if slices and ranks == 1:
+                if slices and tp == 1:
                     continue
-                wanted = estimated(options, again, slices)
-                got = spawned(options, again, slices)
-                row = f"{f'{kind}, tp={ranks}, {name}':<32}"
+                wanted = estimated(options, kind, tp, again, slices)
+                got = processes(options, kind, tp, again, slices)
+                row = f"{f'{kind}, tp={tp}, {name}':<32}"
                 for at in range(2):  # kept, peak
-                    most = max(range(ranks), key=lambda rank: got[rank][at])
+                    most = max(range(tp), key=lambda rank: got[rank][at])
                     ours, real = wanted[most][at], got[most][at]
                     row += f"{ours / MB:11.1f}{real / MB:11.1f}{ours / real:11.3f}"
                 print(row, flush=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import report, spawned
 
 import autotp
 
@@ -97,11 +98,8 @@ def measure(tp: int) -> list[dict[str, float]]:
         folder = Path(name)
         torch.manual_seed(0)
         GPT2LMHeadModel(GPT2Config()).save_pretrained(folder / "checkpoint")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={tp}", __file__, "--rank", name]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment)
-        return [json.loads((folder / f"found{rank}").read_text()) for rank in range(tp)]
+        found: list[dict[str, float]] = spawned(folder, __file__, tp)
+        return found
 
 
 def main() -> None:
@@ -112,8 +110,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.rank:
-        found = rank_of(arguments.rank)
-        (arguments.rank / f"found{os.environ['RANK']}").write_text(json.dumps(found))
+        report(arguments.rank, rank_of(arguments.rank))
         return
     every = measure(arguments.tp)
     if arguments.json:

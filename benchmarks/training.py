@@ -16,34 +16,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import report, spawned
 from training_table import memory_table, time_table
 from training_work import SHAPES, VARIANTS, memory_of, rank_of
 
 
-def spawned(options: argparse.Namespace, *arguments: str) -> list[dict[str, Any]]:
+def both(options: argparse.Namespace, *arguments: str) -> list[dict[str, Any]]:
     """What two ranks find, with these arguments of this script."""
+    sizes = ("layers", "width", "key_heads", "rounds")
+    given = [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in sizes]
+    tight = {"MALLOC_MMAP_THRESHOLD_": "65536"} if "--memory" in arguments else {}
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", __file__, "--rank", name, *arguments]
-        command += ["--layers", str(options.layers), "--width", str(options.width)]
-        command += ["--key-heads", str(options.key_heads), "--rounds", str(options.rounds)]
-        tight = {"MALLOC_MMAP_THRESHOLD_": "65536"} if "--memory" in arguments else {}
-        with open(Path(name) / "log", "w+b") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"} | tight
-            done = subprocess.run(command, stdout=log, stderr=log, env=environment)
-            if done.returncode:
-                log.seek(0)
-                sys.exit(log.read().decode(errors="replace"))
-        return [json.loads((Path(name) / f"found{rank}").read_text()) for rank in range(2)]
+        flat = [word for pair in given for word in pair]
+        found: list[dict[str, Any]] = spawned(Path(name), __file__, 2, *arguments, *flat, **tight)
+        return found
 
 
 def main() -> None:
@@ -66,7 +58,7 @@ def main() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         found = memory_of(options) if options.memory else rank_of(options)
-        (options.rank / f"found{dist.get_rank()}").write_text(json.dumps(found))
+        report(options.rank, found)
         dist.barrier()
         return
     every: dict[str, Any] = {}
@@ -77,11 +69,11 @@ def main() -> None:
             key = f"{model}, {shape} {SHAPES[shape]}"
             if options.memory:
                 kept = [name for name in chosen if name != "no communication"]
-                rows = {name: spawned(options, *given, name, "--memory") for name in kept}
+                rows = {name: both(options, *given, name, "--memory") for name in kept}
                 print(memory_table(key, rows), flush=True)
                 every[key] = rows
             else:
-                every[key] = spawned(options, *given, ";".join(chosen))[0]
+                every[key] = both(options, *given, ";".join(chosen))[0]
                 print(time_table(key, every[key]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(every, indent=1))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
@@ -19,6 +19,7 @@ from autotp.commands import main
 from autotp.estimating.dryrun import Step, dry_run
 from autotp.estimating.estimate import layers_of
 from autotp.estimating.machines import MACHINES
+from benchmarks.allocations import allocated
 
 BATCH, SEQ, HIDDEN = 4, 128, 192
 
@@ -86,7 +87,7 @@ def test_layers_that_are_checkpointed_in_slices_keep_slices() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_step_holds_what_the_profiler_saw(again: bool, tmp_path: Path) -> None:
+def test_a_step_holds_what_the_profiler_saw(again: bool) -> None:
     """One process, float32, no dropout: allocations noted by torch's profiler. Several processes
     are measured by benchmarks/estimate.py."""
     sizes = {"n_embd": HIDDEN, "n_head": 4, "n_positions": SEQ, "vocab_size": 500, "n_layer": 3}
@@ -99,25 +100,21 @@ def test_a_step_holds_what_the_profiler_saw(again: bool, tmp_path: Path) -> None
     if again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tp: Any = autotp.parallelize(model, tp=1, example_inputs=call)
-    tp(**call).loss.backward()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+
+    def train() -> None:
         loss = tp(**call).loss
         with record_function("forward is done"):
             pass
         loss.backward()
-    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    after = next(e["ts"] for e in events if e["name"] == "forward is done")
-    memory = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    kept = [e["args"]["Total Allocated"] for e in memory if e["ts"] < after][-1]
-    peak = max(e["args"]["Total Allocated"] for e in memory)
+
+    train()
+    held = allocated(train)
 
     given = {name: x.to("meta") if name != "use_cache" else x for name, x in call.items()}
     plan = autotp.plan(blank, 1, example_inputs=given)
-    recompute = [f"transformer.h.{i}" for i in range(3)] if again else []
-    found = dry_run(blank, plan, ((), given), recompute=recompute)
-    assert found.kept + found.logits == pytest.approx(kept, rel=0.01)
-    assert found.peak == pytest.approx(peak, rel=0.01)
+    found = dry_run(blank, plan, ((), given), recompute=layers_of(blank) if again else ())
+    assert found.kept + found.logits == pytest.approx(held["forward is done"], rel=0.01)
+    assert found.peak == pytest.approx(held["peak"], rel=0.01)
 
 
 def test_ring_and_tree() -> None:

@@ -23,7 +23,7 @@ def read_text(path: str | Path) -> str:
         found = f"byte {error.start} is not UTF-8"
         raise _wrong(path, f"{path.stat().st_size:,} bytes", found) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise _wrong(path, str(path), getattr(error, "strerror", "") or str(error)) from error
+        raise _wrong(path, str(path), reason(error)) from error
 
 
 def exists(path: str | Path) -> bool:
@@ -56,7 +56,12 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except (OSError, ValueError) as error:
-        raise _wrong(path, str(path), getattr(error, "strerror", "") or str(error)) from error
+        raise _wrong(path, str(path), reason(error)) from error
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why a path cannot be used: what the system says, or that a name has a null byte."""
+    return getattr(error, "strerror", "") or str(error)
 
 
 def _near(text: str, position: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from autotp.commands.files import read_text, write_text
+from autotp.commands.files import read_text, reason, write_text
 from autotp.commands.models import Source, load
 from autotp.commands.output import show, working
 from autotp.errors import InputError, PlanError, message
@@ -111,5 +111,6 @@ def _dump(plan: Plan, directory: str) -> None:
     try:
         plan.dump(Path(directory))
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        because = getattr(error, "strerror", "") or str(error)
-        raise InputError(message("cannot write", values=directory, because=because)) from error
+        raise InputError(
+            message("cannot write", values=directory, because=reason(error))
+        ) from error

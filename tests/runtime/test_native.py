@@ -135,17 +135,23 @@ def test_every_function_is_tried() -> None:
 def test_modules_and_parameters_of_any_name_are_read() -> None:
     """Keywords, quotes, line ends, letters that Python takes for others, lone surrogates."""
     names = ["lambda", "class", "0", "q\"uo'te\n\\", "\ufb01", "\ud800", "{x}", "plain"]
+    pairs = list(zip(names[::2], names[1::2], strict=True))
 
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+            wide = {first: nn.Linear(8, 13) for first, _ in pairs}
+            narrow = {second: nn.Linear(13, 8) for _, second in pairs}
+            self.parts = nn.ModuleDict({**wide, **narrow})
             self.register_parameter("def", nn.Parameter(torch.randn(8)))
 
         def forward(self, x: Tensor) -> Tensor:
-            for part in self.parts.values():
-                x = x + part(x).tanh()
+            for first, second in pairs:
+                x = x + self.parts[second](self.parts[first](x).tanh())
             return x * getattr(self, "def")
 
-    report = autotp.verify(Named(), tp=3, example_inputs=(torch.randn(2, 8),))
+    model, example = Named(), (torch.randn(2, 8),)
+    plan = autotp.plan(model, 3, example_inputs=example)
+    assert all(plan.is_sharded(f"parts.{name}.weight") for name in names)
+    report = autotp.verify(model, tp=3, example_inputs=example)
     assert report.ok, str(report)
