@@ -37,6 +37,9 @@ class Variant:
     def __init__(self, model: Any) -> None:
         self.model = model
 
+    def prepare(self, tokens: Tensor) -> None:
+        """What is done once."""
+
     def loss(self, tokens: Tensor) -> Any:
         """The mean loss of predicting the next token."""
         return self.model(tokens, labels=tokens, use_cache=False).loss
@@ -122,6 +125,12 @@ class Compiled(AutoTP):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.compiled = torch.compile(model, fullgraph=True, dynamic=False)
+
+    def prepare(self, tokens: Tensor) -> None:
+        """Capture both call forms, which cannot be done while they are compiled."""
+        super().loss(tokens)
+        with torch.no_grad():
+            super().logits(tokens)
 
     def loss(self, tokens: Tensor) -> Any:
         return self.compiled(tokens, labels=tokens, use_cache=False).loss

@@ -145,6 +145,7 @@ def rank_of(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.variants:
         try:
             variants[name] = make(name, options.model, lambda: copy.deepcopy(original), folder)
+            variants[name].prepare(tokens)
             variants[name].step(tokens)
         except Exception as error:  # a peer that does not run is a row that says so
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"

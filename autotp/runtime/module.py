@@ -36,6 +36,10 @@ log = logging.getLogger("autotp")
 
 
 Builder = Callable[["TensorParallel", Call], Capture]
+_NOT_COMPILED = (
+    "autotp captures a call form when it first comes, and torch.compile cannot trace that: call the "
+    "model in this form once before it is compiled, or leave fullgraph=True out"
+)
 
 
 class TensorParallel(Whole, Face, Block):
@@ -61,7 +65,7 @@ class TensorParallel(Whole, Face, Block):
         self.compiler = Compiler()
         self.training = skeleton.training
         self._skeleton = (skeleton,)  # in a tuple: it is no submodule
-        self._builder = builder
+        self._builder = torch.compiler.disable(_timed(builder), reason=_NOT_COMPILED)
         self._signatures: dict[str, inspect.Signature] = {}
         self._captures: dict[Any, list[tuple[Callable[[Any], bool], Capture]]] = {}
         self._face: tuple[Any] | None = None
@@ -127,11 +131,10 @@ class TensorParallel(Whole, Face, Block):
             if serves(call.leaves):
                 return capture, call
         self._limit_captures()
-        begun = time.perf_counter()
-        capture = self._builder(self, call)
+        capture, seconds = self._builder(self, call)
         if call.places:
             call = self.read(entry, args, kwargs)  # the capture says how its caches are split
-        capture = self.register(call, capture, time.perf_counter() - begun)
+        capture = self.register(call, capture, seconds)
         if self.rank == 0:
             log.info("captured a further call form of %s: %s", self._kind, capture)
         return capture, call
@@ -233,6 +236,16 @@ class TensorParallel(Whole, Face, Block):
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin._face = None  # the copy's own is made when it is asked for
         return twin
+
+
+def _timed(builder: Builder) -> Callable[[TensorParallel, Call], tuple[Capture, float]]:
+    """Also how many seconds a capture took."""
+
+    def build(model: TensorParallel, call: Call) -> tuple[Capture, float]:
+        begun = time.perf_counter()
+        return builder(model, call), time.perf_counter() - begun
+
+    return build
 
 
 def _with_signature(kind: type[TensorParallel], original: type[nn.Module]) -> type[TensorParallel]:

@@ -136,6 +136,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "__setitem__" and not _is_mask(args[1], first):
         raise _refused(name, first)
     result = func(*args, **kwargs)
+    if name == "_base":
+        return result  # of a view: another tensor, which would be a view again if it were wrapped
     if isinstance(result, Tensor):
         return _like(name, result, first)
     if isinstance(result, (list, tuple)) and name.startswith("_foreach"):

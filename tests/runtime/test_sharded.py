@@ -122,6 +122,14 @@ def test_a_penalty_on_parameters_has_its_gradient() -> None:
     assert torch.allclose(local(p.grad), x + x / x.norm())
 
 
+def test_what_a_shard_is_a_view_of_is_no_shard_and_has_an_end() -> None:
+    part = parameter()
+    view = part.detach().view(part.shape)
+    base = view._base
+    assert type(view) is ShardedTensor and type(base) is torch.Tensor
+    assert base._base is None
+
+
 def test_a_copy_is_a_shard_and_a_file_holds_a_tensor() -> None:
     p = parameter()
     twin = copy.deepcopy([p, p, p.grad])
