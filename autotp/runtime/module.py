@@ -37,8 +37,8 @@ log = logging.getLogger("autotp")
 
 Builder = Callable[["TensorParallel", Call], Capture]
 _NOT_COMPILED = (
-    "autotp captures a call form when it first comes, and torch.compile cannot trace that: call the "
-    "model in this form once before it is compiled, or leave fullgraph=True out"
+    "autotp captures a call form when it first comes, which torch.compile cannot trace: "
+    "call the model in this form once before it is compiled, or leave fullgraph=True out"
 )
 
 
