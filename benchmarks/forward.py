@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ def main() -> None:
         words = model.config.vocab_size
         ours = autotp.parallelize(model, devices=["cpu"]).ranks[0]
         runs: dict[str, Callable[[Any], float]] = {
-            "decode": lambda m, words=words: decode(m, words, options.tokens),
+            "decode": partial(decode, vocabulary=words, tokens=options.tokens),
             **{
-                f"{key} {shape}": lambda m, words=words, shape=shape: forward(m, words, shape)
+                f"{key} {shape}": partial(forward, vocabulary=words, shape=shape)
                 for key, shape in SHAPES.items()
             },
         }

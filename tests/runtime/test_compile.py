@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import autotp
+from autotp.runtime.sharded import local
 from tests.models import refill, tiny_gpt2
 
 
@@ -21,7 +22,13 @@ def test_a_call_form_that_comes_first_is_captured_between_compiled_graphs() -> N
     x = torch.arange(7)[None]  # a batch of one has a capture of its own
     fast = compiled(model)
     for _ in range(2):
-        torch.testing.assert_close(fast(x, use_cache=False).logits, model(x).logits)
+        both = [m(x, labels=x, use_cache=False) for m in (fast, model)]
+        torch.testing.assert_close(both[0].logits, both[1].logits)
+        for found in both:
+            found.loss.backward()
+    wanted = dict(model.named_parameters())
+    for name, parameter in fast._orig_mod.named_parameters():
+        torch.testing.assert_close(local(parameter.grad), wanted[name].grad, msg=name)
 
 
 def test_a_call_form_that_comes_first_is_refused_by_one_graph_with_what_to_do() -> None:
