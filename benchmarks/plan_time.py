@@ -13,6 +13,7 @@ rank's graph on top: localised and checked.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -30,6 +31,7 @@ from autotp.pipeline import rank_program
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     """CPU seconds of a call, and its result."""
+    gc.collect()  # what an earlier call left is not charged to this one
     begun = time.process_time()
     result = work()
     return time.process_time() - begun, result
