@@ -8,7 +8,7 @@ after   enter(x), ... the operators of h.0 ..., leave(x)
 Blocks are siblings of one class whose submodules, parameters and attributes are alike. Where the
 first of them read an attribute that differs, only blocks with the same value follow it; where the
 call differs, a block is traced for itself. The second and the last are traced too, and
-`passes.capture` compares them with the first before it writes the others out: what a block keeps
+`autotp.stamping`, which writes the others out, compares them with the first: what a block keeps
 outside of itself, such as a count of calls, shows there.
 """
 
@@ -64,16 +64,27 @@ leave.register_autograd(lambda _, grad: (grad, None))
 stamped.register_autograd(lambda _, grad: (None, grad, None, None))
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """A result that is an operand, by its number among the leaves of the call."""
+
+    number: int
+
+
 @dataclass
-class _First:
-    """The call of a block that others follow."""
+class _Traced:
+    """The call of a block that was traced: what it was given, read and returned."""
 
     path: str
     key: Any
-    reads: dict[tuple[str, str], Any]
-    results: Any = None
-    outputs: list[Tensor | int | Any] = field(default_factory=list)
+    reads: dict[tuple[str, str], Any] = field(default_factory=dict)
+    tree: Any = None
+    outputs: list[Any] = field(default_factory=list)  # tensors after `leave`, operands, plain data
     usable: bool = False
+
+    def form(self) -> Any:
+        """What is returned, tensors by their kind."""
+        return self.tree, _facts(self.outputs)
 
 
 @dataclass
@@ -91,7 +102,7 @@ class _Kind:
 
     blocks: list[tuple[str, nn.Module]]
     differing: list[tuple[str, str]]
-    firsts: list[_First] = field(default_factory=list)
+    firsts: list[_Traced] = field(default_factory=list)
     called: set[str] = field(default_factory=set)
 
 
@@ -130,82 +141,80 @@ def _call(
     kind.called.add(path)
     if key is None or again or _has_hooks(block):
         return forward(*args, **kwargs)
+    call = functools.partial(_traced, _Traced(path, key), kind, block, forward, leaves, tree)
     first = next((f for f in kind.firsts if f.key == key and _follows(block, f)), None)
-    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-    if first is None or not first.usable:
-        if first is not None:
-            return forward(*args, **kwargs)
-        first = _First(path, key, {})
-        kind.firsts.append(first)
-        return _traced(first, kind, block, forward, leaves, tree)
+    if first is None:
+        traced, result = call()
+        kind.firsts.append(traced)
+        return result
+    if not first.usable:
+        return forward(*args, **kwargs)
     left = [p for p, other in kind.blocks if p not in kind.called and _follows(other, first)]
     if first.path not in stamps.compared.values() or not left:
         stamps.compared[path] = first.path
-        return _traced(_First(path, key, {}), kind, block, forward, leaves, tree)
+        traced, result = call()
+        if not traced.usable or traced.form() != first.form():
+            stamps.refused.append(path)
+        return result
     stamps.follows[path] = first.path
+    return _stamped(first, path, leaves, stamps)
+
+
+def _stamped(first: _Traced, path: str, leaves: list[Any], stamps: Stamps) -> Any:
+    """What the block would return, one operator for each tensor."""
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
     made: list[Any] = []
-    results: list[Tensor] = []
+    number = 0
     for output in first.outputs:
-        if isinstance(output, _Input):
+        if isinstance(output, _Operand):
             made.append(leaves[output.number])
         elif isinstance(output, Tensor):
-            result = stamped(tensors, output, path, len(results))
-            results.append(result)
-            if result.requires_grad != output.requires_grad:
+            made.append(stamped(tensors, output, path, number))
+            number += 1
+            if made[-1].requires_grad != output.requires_grad:
                 stamps.refused.append(path)
-            made.append(result)
         else:
             made.append(output)
-    return pytree.unflatten(made, first.results)
-
-
-@dataclass(frozen=True)
-class _Input:
-    """A result that is an operand."""
-
-    number: int
+    return pytree.unflatten(made, first.tree)
 
 
 def _traced(
-    first: _First,
+    traced: _Traced,
     kind: _Kind,
     block: nn.Module,
     forward: Callable[..., Any],
     leaves: list[Any],
     tree: Any,
-) -> Any:
-    """The block's own result, between marks, and what it tells about those that follow."""
+) -> tuple[_Traced, Any]:
+    """The call, filled in, and its result; operands and results are marked."""
     entered: dict[int, Tensor] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in entered:
-            entered[id(leaf)] = enter(leaf, first.path)
+            entered[id(leaf)] = enter(leaf, traced.path)
     inner = [entered.get(id(leaf), leaf) for leaf in leaves]
     args, kwargs = pytree.unflatten(inner, tree)
     state = _state(block)
-    with _recorded(block, kind.differing, first.reads):
+    with _recorded(block, kind.differing, traced.reads):
         result = forward(*args, **kwargs)
+    unchanged = _is_state(state, _state(block))
     numbers = {id(leaf): i for i, leaf in enumerate(inner) if isinstance(leaf, Tensor)}
-    outputs, first.results = pytree.flatten(result)
-    left: dict[int, Tensor] = {}
+    outputs, traced.tree = pytree.flatten(result)
     given: list[Any] = []
     for output in outputs:
-        if isinstance(output, Tensor) and id(output) in numbers:
-            number = numbers[id(output)]
-            first.outputs.append(_Input(number))
-            given.append(leaves[number])
-        elif isinstance(output, Tensor):
-            if id(output) not in left:
-                left[id(output)] = leave(output, first.path)
-            first.outputs.append(left[id(output)])
-            given.append(left[id(output)])
-        else:
-            first.outputs.append(output)
+        if not isinstance(output, Tensor):
+            traced.outputs.append(output)
             given.append(output)
+        elif id(output) in numbers:
+            traced.outputs.append(_Operand(numbers[id(output)]))
+            given.append(leaves[numbers[id(output)]])
+        else:
+            traced.outputs.append(leave(output, traced.path))
+            given.append(traced.outputs[-1])
+    tensors = [id(output) for output in outputs if isinstance(output, Tensor)]
     plain = all(isinstance(output, (Tensor, *_PLAIN)) for output in outputs)
-    single = len(left) == sum(isinstance(output, Tensor) for output in first.outputs)
-    changed = state != _state(block)
-    first.usable = bool(left and entered) and plain and single and not changed
-    return pytree.unflatten(given, first.results)
+    marked = bool(entered) and any(isinstance(output, Tensor) for output in traced.outputs)
+    traced.usable = marked and plain and unchanged and len({*tensors}) == len(tensors)
+    return traced, pytree.unflatten(given, traced.tree)
 
 
 def _key(leaves: Sequence[Any], tree: Any) -> Any:
@@ -213,25 +222,30 @@ def _key(leaves: Sequence[Any], tree: Any) -> Any:
 
     Sizes are compared as text, for a comparison of symbols would bind them.
     """
-    facts: list[Any] = []
+    if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    autocast = [
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        for kind in ("cpu", "cuda")
+    ]
+    return tree, _facts(leaves), torch.is_grad_enabled(), autocast
+
+
+def _facts(leaves: Sequence[Any]) -> list[Any]:
+    """What is known of each leaf, and which tensors are one."""
     seen: dict[int, int] = {}
+    facts: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             number = seen.setdefault(id(leaf), len(seen))
             sizes = (str(tuple(leaf.shape)), str(leaf.stride()))
             facts.append((number, *sizes, leaf.dtype, leaf.device, leaf.requires_grad))
-        elif isinstance(leaf, _PLAIN):
-            facts.append((type(leaf), leaf))
         else:
-            return None
-    autocast = [
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        for kind in ("cpu", "cuda")
-    ]
-    return tree, facts, torch.is_grad_enabled(), autocast
+            facts.append((type(leaf), leaf))
+    return facts
 
 
-def _follows(block: nn.Module, first: _First) -> bool:
+def _follows(block: nn.Module, first: _Traced) -> bool:
     """Whether the attributes that the first read have the same values here."""
     return all(
         _same(block.get_submodule(path).__dict__[name], value)
@@ -276,13 +290,33 @@ def _watched(
     return type(kind.__name__, (kind,), body)
 
 
-def _state(block: nn.Module) -> list[Any]:
-    """What a call must leave as it was for others to follow it."""
-    found: list[Any] = []
+def _state(block: nn.Module) -> list[dict[str, list[Any]]]:
+    """What a call must leave as it was for others to follow it: attributes, and what those that
+    are containers hold."""
+    found = []
     for module in block.modules():
-        values = {**module.__dict__, **{k: v for own in _OWN for k, v in vars(module)[own].items()}}
-        found.append({key: id(value) for key, value in values.items()})
+        values = dict(vars(module))
+        for own in _OWN:
+            values |= vars(module)[own]
+        found.append({name: [value, *_held(value)] for name, value in values.items()})
     return found
+
+
+def _held(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    return [*value] if isinstance(value, (list, tuple, set)) else []
+
+
+def _is_state(before: list[dict[str, list[Any]]], after: list[dict[str, list[Any]]]) -> bool:
+    """Whether two states hold the same objects."""
+    if [[*attributes] for attributes in before] != [[*attributes] for attributes in after]:
+        return False
+    return all(
+        len(held) == len(now[name]) and all(a is b for a, b in zip(held, now[name], strict=True))
+        for was, now in zip(before, after, strict=True)
+        for name, held in was.items()
+    )
 
 
 def _has_hooks(block: nn.Module) -> bool:
@@ -343,6 +377,11 @@ def _differing(blocks: Sequence[nn.Module]) -> list[tuple[str, str]]:
     return found
 
 
+def within(call: str, path: str) -> bool:
+    """Whether a module call, "h.0.attn" or "h.0@1", is a module's or that of one inside it."""
+    return call == path or call.startswith((f"{path}.", f"{path}@"))
+
+
 def _same(left: Any, right: Any) -> bool:
     """Whether two values are one, or plain data of equal value."""
     if left is right:
@@ -361,4 +400,4 @@ def _same(left: Any, right: Any) -> bool:
     return False
 
 
-__all__ = ["NotAlike", "Stamps", "enter", "leave", "stamped", "stamped_blocks"]
+__all__ = ["NotAlike", "Stamps", "enter", "leave", "stamped", "stamped_blocks", "within"]

@@ -66,7 +66,8 @@ def captured(
     skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: str = ""
 ) -> Program:
     """The program of a call, from which plans for any number of ranks are made."""
-    return _peephole(unmask, normalize(capture(skeleton, args, kwargs, entry)))
+    program = capture(skeleton, args, kwargs, entry, stamp=not _left_out("blocks"))
+    return _peephole(unmask, normalize(program))
 
 
 def plan_of(
@@ -96,8 +97,11 @@ def plan_of(
 def _peephole(change: Callable[[Program], Program], program: Program) -> Program:
     """The program after a pass that only saves time, and that AUTOTP_WITHOUT=name,name leaves
     out."""
-    left_out = os.environ.get("AUTOTP_WITHOUT", "").split(",")
-    return program if change.__name__ in left_out else change(program)
+    return program if _left_out(change.__name__) else change(program)
+
+
+def _left_out(name: str) -> bool:
+    return name in os.environ.get("AUTOTP_WITHOUT", "").split(",")
 
 
 def _with_reasons(plan: Plan, first: Plan) -> Plan:

@@ -106,12 +106,17 @@ def common_calls(nodes: Sequence[Node]) -> tuple[Any, ...]:
     return tuple(shared)
 
 
+def mutates(node: Node) -> bool:
+    """Whether an operator writes to one of its operands."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def written(graph: Graph) -> set[Node]:
     """Values that an operator writes to, or to a view of them."""
     found: set[Node] = set()
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        source = node.args[0] if schema is not None and schema.is_mutable and node.args else None
+        source = node.args[0] if mutates(node) and node.args else None
         while isinstance(source, Node) and source not in found:
             found.add(source)
             source = source.args[0] if source.args else None

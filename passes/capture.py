@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +26,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from autotp import blocks, pytree, sizes
+from autotp import pytree, sizes
+from autotp.blocks import NotAlike, Stamps, stamped_blocks, within
 from autotp.caches import Given, Packed, is_cache, pack, pack_all, unpack_all
 from autotp.errors import CaptureError, message
 from autotp.program import Guards, Program, Signature, TensorSpec
@@ -40,6 +39,7 @@ from autotp.runtime.regions import (
     leave_autocast,
     leave_grad_mode,
 )
+from autotp.stamping import MARKS, STAMPED, Stamping
 
 _META = torch.device("meta")
 _CHECKS = {
@@ -54,12 +54,7 @@ _CONVERSIONS = {
 }
 _CONVERTERS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
 _PASSED_ON = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, AssertionError)
-_WRAPPERS = (__file__, str(blocks.__file__))
-_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
-_ENTER = torch.ops.tp_capture.enter.default
-_LEAVE = torch.ops.tp_capture.leave.default
-_STAMPED = torch.ops.tp_capture.stamped.default
-_SIZES = {torch.ops.aten.sym_size.int, torch.sym_max, torch.sym_min, *_ARITHMETIC}
+_WRAPPERS = (__file__, stamped_blocks.__code__.co_filename)
 _REGIONS = {
     torch.ops.higher_order.wrap_with_set_grad_enabled,
     torch.ops.higher_order.wrap_with_autocast,
@@ -67,21 +62,27 @@ _REGIONS = {
 
 
 def capture(
-    skeleton: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: str = ""
+    skeleton: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    entry: str = "",
+    *,
+    stamp: bool = True,
 ) -> Program:
     """Trace `skeleton(*args, **kwargs)`; of tensors among the inputs only shape and dtype count.
 
-    With `entry` the submodule of that path is called instead.
+    With `entry` the submodule of that path is called instead. Without `stamp` every block is
+    traced, and none written out like another.
 
     Raises CaptureError with the module and source line that refused.
     """
-    if "blocks" not in os.environ.get("AUTOTP_WITHOUT", "").split(","):
+    if stamp:
         try:
-            with blocks.stamped_blocks(skeleton) as stamps:
+            with stamped_blocks(skeleton) as stamps:
                 return _captured(skeleton, args, kwargs, entry, stamps)
-        except (blocks.NotAlike, CaptureError):
+        except (NotAlike, CaptureError):
             pass  # traced as a whole below, or refused for its own sake
-    return _captured(skeleton, args, kwargs, entry, blocks.Stamps())
+    return _captured(skeleton, args, kwargs, entry, Stamps())
 
 
 def _captured(
@@ -89,7 +90,7 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     entry: str,
-    stamps: blocks.Stamps,
+    stamps: Stamps,
 ) -> Program:
     packed = pack_all((args, dict(kwargs)))
     args, named = pytree.map_tensors(_blank, packed)
@@ -97,13 +98,11 @@ def _captured(
     with recomputed_calls(skeleton) as recomputed:
         exported = _export(_Call(skeleton, entry), args, named, _fixed(packed))
     seconds = time.perf_counter() - begun
-    if stamps.refused:
-        raise blocks.NotAlike(stamps.refused[0])
     tensors, names, aliases = _tensors(skeleton, exported)
-    rebuilt = _Rebuild(exported, names, _Stamping(skeleton, aliases, stamps))
-    graph = rebuilt.graph
+    graph = Graph()
+    rebuilt = _Rebuild(graph, exported, names, Stamping(graph, skeleton, aliases, stamps))
     for path, first in stamps.follows.items():
-        inside = [call for call in recomputed if f"{call}.".startswith(f"{first}.")]
+        inside = [call for call in recomputed if within(call, first)]
         recomputed.update(path + call[len(first) :] for call in inside)
     signature = Signature(
         pytree.structure((args, named)),
@@ -339,187 +338,18 @@ def _entry(size: int | torch.SymInt) -> int | str:
     return str(size) if found[1] else found[0]
 
 
-@dataclass
-class _Block:
-    """A traced block in the new graph: its operands, operators and results, in order."""
-
-    leaves: list[Node] = field(default_factory=list)
-    body: list[Node] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
-
-
-class _Stamping:
-    """Writes blocks that were not traced out like those that they follow, with their own
-    parameters. Operands of a traced block are nodes of their own until the end, so that what it
-    reads of the rest of the graph otherwise is seen, and refused."""
-
-    def __init__(
-        self, skeleton: nn.Module, aliases: Mapping[str, str], stamps: blocks.Stamps
-    ) -> None:
-        self._skeleton = skeleton
-        self._aliases = aliases
-        self._stamps = stamps
-        self._blocks: dict[str, _Block] = {}
-        self._written: dict[str, list[Any]] = {}
-
-    def enter(self, value: Node, node: Node) -> Node:
-        path = str(node.args[1])
-        made = value.graph.call_function(_ENTER, (value, path))
-        made.meta = {"val": node.meta["val"], **_origin(node)}
-        self._blocks.setdefault(path, _Block()).leaves.append(made)
-        return made
-
-    def leave(self, value: Node, path: str) -> Node:
-        block = self._blocks[path]
-        if not block.results:
-            node = block.leaves[-1].next
-            while node.op != "root":
-                block.body.append(node)
-                node = node.next
-        block.results.append(value)
-        first = self._stamps.compared.get(path)
-        if first and len(block.results) == len(self._blocks[first].results):
-            self._compare(first, path)
-        return value
-
-    def written(
-        self, rebuild: _Rebuild, values: list[Node], path: str, number: int, trace: str | None
-    ) -> Node:
-        if path not in self._written:
-            first = self._blocks[self._stamps.follows[path]]
-            new = dict(zip(first.leaves, values, strict=True))
-            names = self._renamed(self._stamps.follows[path], path)
-
-            def operand(node: Node) -> Node:
-                if node in new:
-                    return new[node]
-                if node.op == "get_attr":
-                    name, origin = str(node.target), self._moved(node, path, trace)
-                    return rebuild._named(names.get(name, name), node.meta["val"], origin)
-                return self._outside(node, rebuild.device)
-
-            for node in first.body:
-                if node.op == "get_attr":
-                    continue
-                if _is_size(node):
-                    new[node] = node
-                    continue
-                copy = rebuild.graph.node_copy(node, operand)
-                copy.meta = {"val": node.meta.get("val"), **self._moved(node, path, trace)}
-                new[node] = copy
-            self._written[path] = [operand(result) for result in first.results]
-        written: Node = self._written[path][number]
-        return written
-
-    def require_apart(self, node: Node) -> None:
-        """What is inside of a block that was not traced is not called by others either."""
-        for name, _ in node.meta["calls"]:
-            parent = name.rpartition(".")[0]
-            while parent:
-                if parent in self._stamps.follows:
-                    raise blocks.NotAlike(f"{name} is called apart from {parent}")
-                parent = parent.rpartition(".")[0]
-
-    def end(self) -> None:
-        for block in self._blocks.values():
-            for leaf in block.leaves:
-                operand = leaf.args[0]
-                assert isinstance(operand, Node)
-                leaf.replace_all_uses_with(operand)
-                leaf.graph.erase_node(leaf)
-
-    def _outside(self, node: Node, device: Node | None) -> Node:
-        if node is device or _is_size(node):
-            return node
-        raise blocks.NotAlike(f"{node} is read by a block and none of its operands")
-
-    def _moved(self, node: Node, path: str, trace: str | None = None) -> dict[str, Any]:
-        """Where a node of the first block would come from in another, called from `trace`."""
-        first = self._stamps.follows.get(path) or self._stamps.compared[path]
-        calls = tuple(
-            (path + name[len(first) :] if _within(name, first) else name, kind)
-            for name, kind in node.meta["calls"]
-        )
-        own = node.meta["stack_trace"]
-        called = self._blocks[first].leaves[-1].meta["stack_trace"]
-        if own and called and trace and own.startswith(called):
-            own = trace + own[len(called) :]
-        return {"calls": calls, "stack_trace": own}
-
-    def _renamed(self, first: str, path: str) -> dict[str, str]:
-        """The tensors of the first block, by name, and those of another."""
-        old = self._skeleton.get_submodule(first)
-        found: dict[str, str] = {}
-        for named in (old.named_parameters, old.named_buffers):
-            for name, _ in named(remove_duplicate=False):
-                before, after = f"{first}.{name}", f"{path}.{name}"
-                before = self._aliases.get(before, before)
-                after = self._aliases.get(after, after)
-                if found.setdefault(before, after) != after:
-                    raise blocks.NotAlike(f"{before} is tied otherwise in {path}")
-        return found
-
-    def _compare(self, first: str, path: str) -> None:
-        """A traced block must be what would be written for it."""
-        a, b, names = self._blocks[first], self._blocks[path], self._renamed(first, path)
-        same: dict[Node, Node] = dict(zip(a.leaves, b.leaves, strict=True))
-
-        def operand(node: Node) -> Any:
-            if node in same:
-                return same[node]
-            if node.op == "get_attr":
-                return names.get(str(node.target), str(node.target))
-            return node
-
-        def named(node: Node) -> Any:
-            return str(node.target) if node.op == "get_attr" else node
-
-        left, right = ([n for n in x.body if not _left_out(n)] for x in (a, b))
-        if len(left) != len(right):
-            raise blocks.NotAlike(f"{first} has {len(left)} operators, {path} {len(right)}")
-        for old, new in zip(left, right, strict=True):
-            facts = (
-                (
-                    node.target,
-                    torch.fx.map_arg(node.args, change),
-                    torch.fx.map_arg(node.kwargs, change),
-                    str(node.meta.get("val")),
-                    calls,
-                )
-                for node, change, calls in (
-                    (old, operand, self._moved(old, path)["calls"]),
-                    (new, named, new.meta["calls"]),
-                )
-            )
-            if next(facts) != next(facts):
-                raise blocks.NotAlike(f"{old} of {first} and {new} of {path} differ")
-            same[old] = new
-        results = [(operand(x), named(y)) for x, y in zip(a.results, b.results, strict=True)]
-        if any(x != y for x, y in results):
-            raise blocks.NotAlike(f"the results of {first} and {path} differ")
-
-
-def _within(name: str, path: str) -> bool:
-    return name == path or name.startswith((f"{path}.", f"{path}@"))
-
-
-def _is_size(node: Node) -> bool:
-    """Whether a node is a number made of sizes, which is the same in all blocks."""
-    return node.target in _SIZES and not isinstance(node.meta.get("val"), (torch.Tensor, tuple))
-
-
-def _left_out(node: Node) -> bool:
-    return node.op == "get_attr" or _is_size(node)
-
-
 class _Rebuild:
     """Copies an exported graph: tensors become get_attr nodes at their first use, checks and
     conversions that change nothing go, and nested regions are written out in place."""
 
     def __init__(
-        self, exported: ExportedProgram, names: Mapping[str, str], stamping: _Stamping
+        self,
+        graph: Graph,
+        exported: ExportedProgram,
+        names: Mapping[str, str],
+        stamping: Stamping,
     ) -> None:
-        self.graph = Graph()
+        self.graph = graph
         self._stamping = stamping
         self.inputs: list[str] = []
         self.device: Node | None = None
@@ -540,7 +370,7 @@ class _Rebuild:
                 self.graph.output(self._map(node.args[0], node))
             else:
                 self._copy(node, exported.graph_module)
-        stamping.end()
+        stamping.end(self.device)
         self.graph.eliminate_dead_code(lambda n: n.is_impure() or n.target in SIDE_EFFECTS)
 
     def _device(self, node: Node) -> None:
@@ -577,14 +407,8 @@ class _Rebuild:
             self._region(node, module)
         elif node.target is torch.ops.aten.histc.default:
             self._count(node)
-        elif node.target is _ENTER:
-            self._new[node] = self._stamping.enter(self._map(node.args[0], node), node)
-        elif node.target is _LEAVE:
-            self._new[node] = self._stamping.leave(*self._map(node.args, node))
-        elif node.target is _STAMPED:
-            values, _, path, number = self._map(node.args, node)
-            trace = _origin(node)["stack_trace"]
-            self._new[node] = self._stamping.written(self, values, path, number, trace)
+        elif node.target in MARKS:
+            self._stamp(node)
         else:
             target, given = _as_slice(node)
             args = tuple(self._map(value, node) for value in given)
@@ -593,6 +417,16 @@ class _Rebuild:
             made.meta = {"val": node.meta.get("val"), **_origin(node)}
             self._stamping.require_apart(made)
             self._new[node] = made
+
+    def _stamp(self, node: Node) -> None:
+        """Marks of traced blocks, and the blocks that were not traced."""
+        origin = _origin(node)
+        if node.target is not STAMPED:
+            value, path = self._map(node.args, node)
+            self._new[node] = self._stamping.mark(node, value, path, origin)
+            return
+        values, _, path, number = self._map(node.args, node)
+        self._new[node] = self._stamping.written(values, path, origin, self._named)[number]
 
     def _count(self, node: Node) -> None:
         """histc counts integers on some devices only, and floats on all."""
