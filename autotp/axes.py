@@ -91,7 +91,9 @@ def leaves(dim: Dim) -> Iterator[Axis]:
 
 def is_sharded(dim: Dim, shares: Shares) -> bool:
     """Whether any chosen axis is in the dim."""
-    return any(axis.name in shares for axis in leaves(dim))
+    if isinstance(dim, Axis):
+        return dim.name in shares
+    return any(is_sharded(part, shares) for part in dim.parts)
 
 
 def is_mixed(dim: Dim, shares: Shares) -> bool:

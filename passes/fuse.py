@@ -49,11 +49,13 @@ def fuse(program: Program) -> Program:
     entered = any(n.target is enter_autocast and n.args[1] for n in program.graph.nodes)
     if entered or any(torch.is_autocast_enabled(kind) for kind in kinds):
         return program
+    if not any(_found(node) for node in program.graph.nodes):
+        return program
     graph = copied(program.graph)
     changed, regions = affected(graph), _regions(graph)
     fused = set[Node]()
     for node in reversed(list(graph.nodes)):
-        found = _match(node) if node.target in _MULTIPLY and node.users else None
+        found = _found(node)
         if found is not None and _apart(node, found, changed, regions):
             fused.add(_replace(graph, node, found))
     if not fused:
@@ -63,7 +65,10 @@ def fuse(program: Program) -> Program:
     return replace(program, graph=graph, provenance=(*program.provenance, note))
 
 
-def _match(node: Node) -> Match | None:
+def _found(node: Node) -> Match | None:
+    """The operator whose formula ends in a node that is read."""
+    if node.target not in _MULTIPLY or not node.users:
+        return None
     patterns: tuple[Callable[[Node], Match | None], ...] = (_gelu, _silu, _scaled_norm, _norm)
     return next((found for pattern in patterns if (found := pattern(node))), None)
 

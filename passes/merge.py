@@ -30,10 +30,10 @@ aten = torch.ops.aten
 
 def merge(program: Program, counts: Collectives) -> tuple[Program, Collectives]:
     """The program with fewer all-reduces, and how many it issues."""
+    if not any(_is_root(node) and _mergeable(node) for node in program.graph.nodes):
+        return program, counts
     graph = copied(program.graph)
     saved = sum(_merge(graph, node) for node in reversed(list(graph.nodes)) if _is_root(node))
-    if not saved:
-        return program, counts
     note = f"{saved} all-reduces were merged with others"
     merged = replace(program, graph=graph, provenance=(*program.provenance, note))
     return merged, replace(counts, forward=counts.forward - saved)
@@ -70,9 +70,8 @@ def _terms(node: Node) -> list[Node]:
 
 def _merge(graph: Graph, root: Node) -> int:
     """Give the partial sums among the terms of a sum one all-reduce; how many that saves."""
-    terms = _terms(root)
-    merged = [term for term in terms if _is_partial(term, root)]
-    if len(merged) < 2 or len(set(merged)) < len(merged):
+    terms, merged = _terms(root), _mergeable(root)
+    if not merged:
         return 0
     with graph.inserting_before(root):
         total = merged[0].args[0]
@@ -91,6 +90,12 @@ def _merge(graph: Graph, root: Node) -> int:
     root.replace_all_uses_with(last)
     _erase(graph, root)
     return len(merged) - 1
+
+
+def _mergeable(root: Node) -> list[Node]:
+    """The terms of a sum that can share one all-reduce."""
+    merged = [term for term in _terms(root) if _is_partial(term, root)]
+    return merged if len(merged) == len(set(merged)) > 1 else []
 
 
 def _is_partial(term: Node, root: Node) -> bool:

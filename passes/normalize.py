@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from autotp.program import Program
+from autotp.program import Program, copied
 from autotp.rules.context import argument, position
 
 aten = torch.ops.aten
@@ -26,27 +26,25 @@ _LOGS = {aten.log_softmax.int, aten._log_softmax.default}
 
 def normalize(program: Program) -> Program:
     """The program with its losses as single operators."""
-    graph, new, count = Graph(), dict[Node, Node](), 0
-    for node in program.graph.nodes:
-        made = graph.node_copy(node, lambda n: new[n])
-        made.meta = dict(node.meta)
-        new[node] = made
-        source = node.args[0] if node.target in _LOSSES else None
-        if isinstance(source, Node) and _is_only_log(source):
-            made.target = aten.cross_entropy_loss.default
-            made.args = (new[source].args[0], *made.args[1:])
-            made.kwargs = {k: v for k, v in made.kwargs.items() if v is not None}
-            graph.erase_node(new[source])
-            count += 1
-    if not count:
+    if not any(_is_split(node) for node in program.graph.nodes):
         return program
-    note = f"{count} losses of log_softmax and nll_loss became cross_entropy_loss"
+    graph = copied(program.graph)
+    losses = [node for node in graph.nodes if _is_split(node)]
+    for loss in losses:
+        source = loss.args[0]
+        assert isinstance(source, Node)
+        loss.target = aten.cross_entropy_loss.default
+        loss.args = (source.args[0], *loss.args[1:])
+        loss.kwargs = {k: v for k, v in loss.kwargs.items() if v is not None}
+        graph.erase_node(source)
+    note = f"{len(losses)} losses of log_softmax and nll_loss became cross_entropy_loss"
     return replace(program, graph=graph, provenance=(*program.provenance, note))
 
 
-def _is_only_log(node: Node) -> bool:
-    """Whether a node is log_softmax over the classes and nothing but the loss reads it."""
-    if node.target not in _LOGS or len(node.users) != 1:
+def _is_split(loss: Node) -> bool:
+    """Whether a node is a loss of log_softmax over the classes, which nothing else reads."""
+    node = loss.args[0] if loss.target in _LOSSES else None
+    if not isinstance(node, Node) or node.target not in _LOGS or len(node.users) != 1:
         return False
     rank = node.meta["val"].dim()
     source = node.args[0]

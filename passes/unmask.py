@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from autotp import sizes
 from autotp.counting import Causal, Counted, counted
-from autotp.program import Program, written
+from autotp.program import Program, copied, written
 from autotp.rules.context import argument
 from autotp.runtime.regions import SIDE_EFFECTS
 
@@ -29,41 +29,46 @@ aten = torch.ops.aten
 
 def unmask(program: Program) -> Program:
     """The program without the masks that a flag says, or that say nothing."""
-    graph, new, count = Graph(), dict[Node, Node](), 0
-    known: dict[Node, Counted] = {}
-    changed = written(program.graph)
-    for node in program.graph.nodes:
-        made = graph.node_copy(node, lambda n: new[n])
-        made.meta = dict(node.meta)
-        new[node] = made
-        found = counted(node, known) if node.op == "call_function" else None
-        if found is not None and node not in changed:
-            known[node] = found
-        if node.target is aten.scaled_dot_product_attention.default:
-            count += _flag(node, made, known)
-    if not count:
+    flags = _flags(program.graph)
+    if not flags:
         return program
+    graph = copied(program.graph)
+    for old, node in zip(program.graph.nodes, graph.nodes, strict=True):
+        if old in flags:
+            names = ("attn_mask", "dropout_p", "is_causal")
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in names}
+            node.args = (*node.args[:3], None, argument(old, 4, "dropout_p", 0.0), flags[old])
     graph.eliminate_dead_code(lambda n: n.is_impure() or n.target in SIDE_EFFECTS)
-    note = f"{count} causal masks became a flag or went"
+    note = f"{len(flags)} causal masks became a flag or went"
     return replace(program, graph=graph, provenance=(*program.provenance, note))
 
 
-def _flag(node: Node, made: Node, known: dict[Node, Counted]) -> bool:
-    """Change an attention whose mask a flag says; whether that was done."""
-    mask, dropout = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
-    causal = argument(node, 5, "is_causal", False)
+def _flags(graph: Graph) -> dict[Node, bool]:
+    """The attentions whose mask a flag says, with the flag."""
+    found: dict[Node, bool] = {}
+    known: dict[Node, Counted] = {}
+    changed = written(graph)
+    for node in graph.nodes:
+        value = counted(node, known) if node.op == "call_function" else None
+        if value is not None and node not in changed:
+            known[node] = value
+        if node.target is aten.scaled_dot_product_attention.default:
+            flag = _flag(node, known)
+            if flag is not None:
+                found[node] = flag
+    return found
+
+
+def _flag(node: Node, known: dict[Node, Counted]) -> bool | None:
+    """Whether an attention's mask is causal or hides nothing; None: neither, or not known."""
+    mask = argument(node, 3, "attn_mask")
     found = known.get(mask) if isinstance(mask, Node) else None
-    if not isinstance(found, Causal) or causal:
-        return False
+    if not isinstance(found, Causal) or argument(node, 5, "is_causal", False):
+        return None
     queries, keys = (node.args[i].meta["val"].shape[-2] for i in (0, 1))  # type: ignore[union-attr]
     spare = sizes.constant(found.offset - keys + 1)
     if spare is not None and spare >= 0:
-        causal = False  # the first query sees the last key
-    elif sizes.constant(found.offset) == 0 and sizes.constant(queries - keys) == 0:
-        causal = True
-    else:
-        return False
-    names = ("attn_mask", "dropout_p", "is_causal")
-    made.kwargs = {k: v for k, v in made.kwargs.items() if k not in names}
-    made.args = (*made.args[:3], None, dropout, causal)
-    return True
+        return False  # the first query sees the last key
+    if sizes.constant(found.offset) == 0 and sizes.constant(queries - keys) == 0:
+        return True
+    return None
