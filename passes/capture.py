@@ -53,6 +53,13 @@ _CONVERSIONS = {
     torch.ops.aten.to.other,
 }
 _CONVERTERS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
+_TREATED = {
+    torch.Tensor.new_tensor,
+    torch.Tensor.__getitem__,
+    torch.tensor,
+    torch.as_tensor,
+    *_CONVERTERS,
+}
 _PASSED_ON = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, AssertionError)
 _WRAPPERS = (__file__, stamped_blocks.__code__.co_filename)
 _REGIONS = {
@@ -127,6 +134,8 @@ class _KeepConstants(TorchFunctionMode):
     """Values of tensors that the model makes from Python numbers survive capture on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _TREATED:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.new_tensor:
             like, *args = args
