@@ -164,6 +164,8 @@ def make(name: str, kind: str, whole: Callable[[], Any], folder: Path) -> Varian
             return NoCommunication(MEGATRON[kind](whole()))
         case "autotp":
             return AutoTP(autotp.parallelize(whole()))
+        case "autotp, local logits":
+            return AutoTP(autotp.parallelize(whole(), logits="local"))
         case "autotp compiled":
             return Compiled(autotp.parallelize(whole()))
         case "dtensor":

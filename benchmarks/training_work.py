@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 WORDS = 8192
 SHAPES = {"training": (4, 256), "short": (1, 16)}
-GPT2 = ("single", "no communication", "megatron", "autotp", "autotp compiled")
+GPT2 = ("single", "no communication", "megatron", "autotp", "autotp, local logits")
+COMPILED = "autotp compiled"
 DTENSOR = ("dtensor", "dtensor, split loss", "dtensor, split loss, block inputs")
-VARIANTS = {"gpt2": GPT2, "llama": (*GPT2, *DTENSOR, "hf tp_plan")}
+VARIANTS = {"gpt2": (*GPT2, COMPILED), "llama": (*GPT2, COMPILED, *DTENSOR, "hf tp_plan")}
 CHECKED = {
     "gpt2": """transformer.wte.weight transformer.wpe.weight transformer.h.0.ln_1.weight
         transformer.h.0.mlp.c_proj.weight transformer.ln_f.bias""",

@@ -14,6 +14,7 @@ from tests.oneprocess import refill
 from tests.spawn import run
 
 ROWS, LENGTH, VOCAB = 4, 8, 257
+WIDTH, LAYERS = 48, 2
 TOKENS = ROWS * LENGTH
 
 
@@ -33,30 +34,46 @@ def traffic(rank: int, world: int) -> dict[str, Any]:
     dist.all_reduce, dist.all_gather = counting_reduce, counting_gather
     tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     found: dict[str, Any] = {}
-    for policy in ("auto", "gather"):
-        model = refill(tiny_gpt2()).train()
-        tp = autotp.parallelize(model, tp=world, logits=policy)
+    for name, make, policy in (
+        ("auto", tiny_gpt2, "auto"),
+        ("gather", tiny_gpt2, "gather"),
+        ("parallel branches", tiny_gptj, "auto"),
+    ):
+        tp = autotp.parallelize(refill(make()).train(), tp=world, logits=policy)
         sent.clear()
         out = tp(tokens, labels=tokens, use_cache=False)
         forward = list(sent)
         sent.clear()
         out.loss.backward()
-        found[policy] = (forward, list(sent), vars(tp.plan.collectives))
+        found[name] = (forward, list(sent), vars(tp.plan.collectives))
     return found
+
+
+def tiny_gptj() -> torch.nn.Module:
+    """Attention and MLP beside each other, of one norm."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 4}
+    return GPTJForCausalLM(GPTJConfig(vocab_size=VOCAB, **sizes))
+
+
+def require_planned(found: Any, per_layer: int) -> None:
+    """As many all-reduces of tokens times width as said, each way, and two small ones."""
+    forward, backward, counts = found
+    small = [n for n in forward if n < TOKENS * WIDTH]
+    large = [n for n in forward if n >= TOKENS * WIDTH]
+    assert large == [TOKENS * WIDTH] * (per_layer * LAYERS + 1) and counts["forward"] == len(large)
+    assert len(small) == counts["loss"] == 2 and sum(small) <= 3 * TOKENS
+    assert backward == [TOKENS * WIDTH] * (per_layer * LAYERS + 1)
+    assert counts["backward"] == len(backward) and counts["gathers"] == 0
 
 
 @pytest.mark.dist
 def test_a_training_step_sends_what_the_plan_says() -> None:
     for found in run(traffic, 2):
-        width, layers = 48, 2
-        forward, backward, counts = found["auto"]
-        small = [n for n in forward if n < TOKENS * width]
-        large = [n for n in forward if n >= TOKENS * width]
-        assert large == [TOKENS * width] * (2 * layers + 1) and counts["forward"] == len(large)
-        assert len(small) == counts["loss"] == 2 and sum(small) <= 3 * TOKENS
-        assert backward == [TOKENS * width] * (2 * layers + 1)
-        assert counts["backward"] == len(backward) and counts["gathers"] == 0
-        forward, backward, counts = found["gather"]
+        require_planned(found["auto"], 2)
+        require_planned(found["parallel branches"], 1)
+        forward, _, counts = found["gather"]
         assert counts["gathers"] == 1 and max(forward) >= TOKENS * (VOCAB // 2)
         assert sum(forward) > sum(found["auto"][0]) + TOKENS * (VOCAB // 2) - 1
 
