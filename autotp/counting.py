@@ -165,18 +165,27 @@ def _steps(
 
 
 def _indexed(node: Node, source: Counted | None, known: Mapping[Node, Counted]) -> Counted | None:
-    """`x[i, j, ...]` with a position for every dim of x."""
+    """`x[i, j, ...]` with a position for every dim of x, or its first item."""
     x, given = node.args[:2]
     assert isinstance(x, Node) and isinstance(given, Sequence)
-    places = [known.get(index) if isinstance(index, Node) else None for index in given]
-    whole = len(places) == x.meta["val"].dim()
-    if not whole or not all(isinstance(p, Positions) and _is(p.start, 0) for p in places):
+    places = [_place(index, known) for index in given]
+    if len(places) != x.meta["val"].dim() or None in places:
         return None
     if isinstance(source, Positions):
         at = places[source.dim]
-        assert isinstance(at, Positions)
-        return replace(at, start=source.start)
+        one = Uniform(source.start)
+        return replace(at, start=source.start) if isinstance(at, Positions) else one
     return source if isinstance(source, Uniform) else None
+
+
+def _place(index: Any, known: Mapping[Node, Counted]) -> Positions | Uniform | None:
+    """Where an index reads: at the first items, in order, or at the first alone."""
+    found = known.get(index) if isinstance(index, Node) else None
+    match found:
+        case Positions(_, start) | Uniform(start) if _is(start, 0):
+            # an index of truth values picks the items at the true ones
+            return None if index.meta["val"].dtype is torch.bool else found
+    return None
 
 
 def _compare(node: Node, value: torch.Tensor, known: Mapping[Node, Counted]) -> Causal | None:

@@ -118,12 +118,20 @@ def model_of(mask: Any) -> nn.Module:
     return refill(Masked(mask).double())
 
 
-OTHERS = [strict, ahead, window, written, backwards, numbers, each_its_own, one_row]
+def later_row(queries: int, keys: int, x: Tensor) -> Tensor:
+    """Places of a row of their own, which count from 2."""
+    places = torch.arange(2 * keys).view(2, keys) + 2
+    row, q = torch.ones(1, 1, dtype=torch.int64), torch.arange(queries)[:, None]
+    return torch.arange(keys)[None] <= places[row, q] - keys
 
 
+OTHERS = [later_row, strict, ahead, window, written, backwards, numbers, each_its_own, one_row]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("mask", [causal, turned, documents, later])
-def test_a_causal_mask_becomes_the_flag(mask: Any) -> None:
-    model, x = model_of(mask), values(2, 5, WIDTH)
+def test_a_causal_mask_becomes_the_flag(mask: Any, batch: int) -> None:
+    model, x = model_of(mask), values(batch, 5, WIDTH)
     assert attention(model, x) == (None, True)
     lockstep = autotp.parallelize(model, devices=["cpu"] * 2, example_inputs=(x,))
     assert_same(model, lockstep, (x,))
@@ -137,9 +145,10 @@ def test_a_single_query_that_sees_every_key_needs_no_mask() -> None:
     assert_same(model, lockstep, (x, past))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("mask", OTHERS)
-def test_every_other_mask_stays(mask: Any) -> None:
-    model, x = model_of(mask), values(2, 5, WIDTH)
+def test_every_other_mask_stays(mask: Any, batch: int) -> None:
+    model, x = model_of(mask), values(batch, 5, WIDTH)
     assert attention(model, x)[0] is not None
     lockstep = autotp.parallelize(model, devices=["cpu"] * 2, example_inputs=(x,))
     assert_same(model, lockstep, (x,))
