@@ -70,7 +70,9 @@ def place(parts: Sequence[Tensor], dim: int, ranges: Sequence[Ranges]) -> Tensor
         assert part.shape[dim] == _length(held), f"a part of {part.shape[dim]} positions for {held}"
         offset = 0
         for start, stop in held:
-            found.append((start, stop, part.narrow(dim, offset, stop - start)))
+            whole = stop - start == part.shape[dim]
+            piece = part if whole else part.narrow(dim, offset, stop - start)
+            found.append((start, stop, piece))
             offset += stop - start
     found.sort(key=lambda piece: piece[:2])
     end = 0

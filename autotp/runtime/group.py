@@ -25,6 +25,7 @@ _PATIENCE = 1800.0  # seconds; as long as torch.distributed waits for a peer
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 gave it a new name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Group:
@@ -68,6 +69,11 @@ class Group:
         if self.size == 1:
             return [x]
         counts = [prod(shape) for shape in shapes]
+        if x.dim() and x.numel() and len({*map(tuple, shapes)}) == 1:
+            # in the form in which Inductor's async tensor parallelism finds it
+            whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+            _all_gather(whole, x.detach().contiguous(), group=self._peers)
+            return list(whole.split(x.shape[0]))
         width = max(counts)
         mine = x.detach().reshape(-1)
         if mine.numel() < width:
@@ -86,6 +92,10 @@ class Group:
         mine, width = parts[self.rank], max(part.numel() for part in parts)
         if self.size == 1 or not width:
             return mine
+        if mine.dim() and len({part.shape for part in parts}) == 1:
+            out = mine.new_empty(mine.shape)
+            _reduce_scatter(out, torch.cat([*parts]).detach(), group=self._peers)
+            return out
         buffer = mine.new_zeros(self.size, width)
         for row, part in zip(buffer, parts, strict=True):
             row[: part.numel()] = part.detach().reshape(-1)
