@@ -190,7 +190,8 @@ class _Call(nn.Module):
         (given, named), caches = unpack_all((args, kwargs))
         numbers = {id(cache): Given(number) for number, cache in enumerate(caches)}
         model = self.model.get_submodule(self.entry) if self.entry else self.model
-        result = model(*given, **named)
+        with _META, _KeepConstants():  # what is made without a device is on the module's
+            result = model(*given, **named)
         result = pytree.map_some(is_cache, lambda c: numbers.get(id(c)) or pack(c), result)
         return result, [pack(cache) for cache in caches]
 
@@ -220,8 +221,7 @@ def _export(
                 dims[dim] = Dim.STATIC
             shapes[leaf] = dims
     try:
-        with _META, _KeepConstants():  # what is made without a device is on the module's
-            return export(call, (args, kwargs), dynamic_shapes=shapes, strict=False)  # type: ignore[arg-type]
+        return export(call, (args, kwargs), dynamic_shapes=shapes, strict=False)  # type: ignore[arg-type]
     except Exception as error:
         raise _error_like(error)(
             message(
