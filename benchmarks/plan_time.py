@@ -1,13 +1,15 @@
 """How long a plan takes beside the capture alone, and whether it is linear in layers.
 
     python benchmarks/plan_time.py              # 12, 24 and 48 layers of GPT-2 XL's width
-    python benchmarks/plan_time.py --layers 72 --hidden 3072 --heads 32 --repeat 1
+    python benchmarks/plan_time.py --layers 72 --hidden 3072 --heads 32 --repeat 9
+    python benchmarks/plan_time.py --layers 72 --hidden 3072 --heads 32 --memory
 
 Each pair is timed in turn on one model on the meta device (no weights), in CPU seconds of this
 process, since wall time on a shared machine says little. `export` is `torch.export` alone with the
-same arguments;
-`plan` is all of `autotp.plan`: capture, inference, matching, choice, insertion. `rank` is one
-rank's graph on top: localised and checked.
+same arguments; `plan` is all of `autotp.plan`: capture, inference, matching, choice, insertion.
+`rank` is one rank's graph on top: localised and checked. `--memory` tells instead how far one plan
+raises the peak of the resident set above what the imports take. AUTOTP_WITHOUT=blocks traces every
+block.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -37,12 +40,17 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - begun, result
 
 
-def measure(layers: int, hidden: int, heads: int, tp: int, repeat: int) -> dict[str, float]:
-    """Medians for one model."""
+def gpt2(layers: int, hidden: int, heads: int) -> tuple[Any, dict[str, Any]]:
+    """A model on the meta device, and a training call."""
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads))
     tokens = torch.zeros(3, 5, dtype=torch.long, device="meta")
-    inputs = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+    return model, {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+
+
+def measure(layers: int, hidden: int, heads: int, tp: int, repeat: int) -> dict[str, float]:
+    """Medians for one model."""
+    model, inputs = gpt2(layers, hidden, heads)
     sizes = {0: Dim.AUTO, 1: Dim.AUTO}
     shapes = {"input_ids": sizes, "labels": sizes, "use_cache": None}
     times: dict[str, list[float]] = {"export": [], "plan": [], "rank": []}
@@ -57,6 +65,11 @@ def measure(layers: int, hidden: int, heads: int, tp: int, repeat: int) -> dict[
     return {"layers": layers, **found, "ratio": found["plan"] / found["export"]}
 
 
+def peak() -> float:
+    """The most that was resident so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -65,9 +78,17 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=25)
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
+    if arguments.memory:
+        for layers in arguments.layers[:1]:  # a second one would find the memory of the first
+            before = peak()
+            model, inputs = gpt2(layers, arguments.hidden, arguments.heads)
+            autotp.plan(model, arguments.tp, example_inputs=inputs)
+            print(f"{layers} layers: imports {before:.0f} MB, peak {peak() - before:.0f} MB more")
+        return
     measure(1, 64, 4, 2, 1)  # imports and first calls are not measured
     rows = [
         measure(layers, arguments.hidden, arguments.heads, arguments.tp, arguments.repeat)
