@@ -24,6 +24,7 @@ require_own_passes()  # before the imports below fail without saying why
 from passes.capture import capture
 from passes.check import check
 from passes.choose import choose
+from passes.divide import divide
 from passes.emit import Emitted, emit
 from passes.fuse import fuse
 from passes.infer import Inferred, infer
@@ -105,7 +106,7 @@ def plan_of(
     sharded, counts = merge(*insert(program, inferred, plan, options))
     if options.sequence_parallel:
         sharded, counts = sequence(sharded, counts, ranks=tp)
-    for change in (share, fuse):
+    for change in (share, divide, fuse):
         sharded = _peephole(change, sharded)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 

@@ -1,6 +1,7 @@
 """The compiler passes, one file each, in the order of `autotp/pipeline.py`:
 
-capture, normalize, infer, match, choose, insert, localize, check, emit.
+capture, normalize, unmask, infer, match, choose, part, insert, merge, sequence, share, divide,
+fuse, localize, check, emit.
 
 A pass is one public function of the file's name, from plain data to plain data.
 """
