@@ -19,7 +19,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autotp.axes import Dim, Shares, is_sharded, local_size, ranges, ratio, size, slice_edges
+from autotp.axes import (
+    Dim,
+    Product,
+    Shares,
+    is_sharded,
+    local_size,
+    ranges,
+    ratio,
+    size,
+    slice_edges,
+)
 from autotp.planning import Plan
 from autotp.program import Program
 from autotp.rules import convolution, creation, rule_for, view
@@ -176,7 +186,7 @@ def _held_before(held: tuple[tuple[int, int], ...], place: int) -> int:
 
 
 def _repeat(graph: Graph, node: Node, before: Any, after: Any, shares: Shares, rank: int) -> None:
-    before = ((),) * (len(after) - len(before)) + tuple(before)
+    before = (Product(()),) * (len(after) - len(before)) + tuple(before)
 
     def copies(index: int, given: Any) -> Any:
         if not is_sharded(after[index], shares):
