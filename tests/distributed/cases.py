@@ -158,7 +158,7 @@ class Counts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name = str(func.overloadpacket).rpartition(".")[2].strip("_")
+            name = str(func.overloadpacket).rpartition(".")[2].strip("_").removesuffix("_base")
             self.found[name] = self.found.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 

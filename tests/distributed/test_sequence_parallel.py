@@ -123,12 +123,12 @@ def test_values_gradients_and_traffic_are_as_planned(ranks: list[dict[str, Any]]
             assert case["forward"] == {
                 "allreduce": planned["loss"],
                 "allgather": gathers + planned["gathers"],
-                "reduce_scatter_base": planned["reduce_scatters"],
+                "reduce_scatter": planned["reduce_scatters"],
             }
             assert case["backward"] == {
                 "allreduce": planned["backward"],
                 "allgather": planned["backward_sequence_gathers"],
-                "reduce_scatter_base": planned["backward_reduce_scatters"],
+                "reduce_scatter": planned["backward_reduce_scatters"],
             }
     for length in LENGTHS:
         assert_alike([found[str(length)]["whole"] for found in ranks])
