@@ -106,6 +106,11 @@ def common_calls(nodes: Sequence[Node]) -> tuple[Any, ...]:
     return tuple(shared)
 
 
+def is_returned(node: Node) -> bool:
+    """Whether the caller gets the value, and may write to it."""
+    return any(user.op == "output" for user in node.users)
+
+
 def mutates(node: Node) -> bool:
     """Whether an operator writes to one of its operands."""
     schema = getattr(node.target, "_schema", None)

@@ -83,11 +83,10 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     if arguments.memory:
-        for layers in arguments.layers[:1]:  # a second one would find the memory of the first
-            before = peak()
-            model, inputs = gpt2(layers, arguments.hidden, arguments.heads)
-            autotp.plan(model, arguments.tp, example_inputs=inputs)
-            print(f"{layers} layers: imports {before:.0f} MB, peak {peak() - before:.0f} MB more")
+        layers, before = arguments.layers[0], peak()  # of a second model some would be there
+        model, inputs = gpt2(layers, arguments.hidden, arguments.heads)
+        autotp.plan(model, arguments.tp, example_inputs=inputs)
+        print(f"{layers} layers: imports {before:.0f} MB, peak {peak() - before:.0f} MB more")
         return
     measure(1, 64, 4, 2, 1)  # imports and first calls are not measured
     rows = [

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import sizes
-from autotp.program import Program, affected, copied
+from autotp.program import Program, affected, copied, is_returned
 from autotp.rules.context import argument, position
 from autotp.runtime.regions import SIDE_EFFECTS
 
@@ -78,7 +78,7 @@ def _together(parts: list[Node]) -> bool:
     """Whether slices are made in one module call and region, for readers inside of the graph."""
     if len({part.meta.get("calls") for part in parts}) > 1:
         return False
-    if any(user.op == "output" for part in parts for user in part.users):
+    if any(map(is_returned, parts)):
         return False
     first, last = min(parts), max(parts)
     while first is not last:

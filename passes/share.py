@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import sizes
-from autotp.program import Program, affected, copied
+from autotp.program import Program, affected, copied, is_returned
 from autotp.runtime.regions import SIDE_EFFECTS
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def share(program: Program) -> Program:
     known: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
         region += node.target in SIDE_EFFECTS
-        if node in changed or not _is_pure(node) or _is_returned(node):
+        if node in changed or not _is_pure(node) or is_returned(node):
             continue
         source = _unchanged(node)
         if source is not None:
@@ -72,11 +72,6 @@ def _is_pure(node: Node) -> bool:
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not any(kind in str(target) for kind in _EFFECTS)
     )
-
-
-def _is_returned(node: Node) -> bool:
-    """Whether the caller gets the value, and may write to it."""
-    return any(user.op == "output" for user in node.users)
 
 
 def _key(value: Any) -> Hashable:

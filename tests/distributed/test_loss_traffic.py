@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import autotp
+from autotp.runtime import group
 from tests.models import tiny_gpt2
 from tests.oneprocess import refill
 from tests.spawn import run
@@ -31,6 +32,11 @@ def traffic(rank: int, world: int) -> dict[str, Any]:
         sent.append(tensor.numel())
         return gather(parts, tensor, *args, **kwargs)
 
+    def counting_equal(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return equal(out, tensor, *args, **kwargs)
+
+    equal, group._all_gather = group._all_gather, counting_equal
     dist.all_reduce, dist.all_gather = counting_reduce, counting_gather
     tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     found: dict[str, Any] = {}
