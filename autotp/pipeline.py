@@ -27,6 +27,7 @@ from passes.choose import choose
 from passes.divide import divide
 from passes.emit import Emitted, emit
 from passes.fuse import fuse
+from passes.hoist import hoist
 from passes.infer import Inferred, infer
 from passes.insert import insert
 from passes.localize import localize
@@ -108,6 +109,8 @@ def plan_of(
         sharded, counts = sequence(sharded, counts, ranks=tp)
     for change in (share, divide, fuse):
         sharded = _peephole(change, sharded)
+    if not options.sequence_parallel:
+        sharded, counts = hoist(sharded, counts)
     return plan.with_stages([("captured", program), ("inserted", sharded)], counts)
 
 

@@ -95,7 +95,8 @@ class Facts:
 class Collectives:
     """Collectives of one call: all-reduces of activations, gathers of values that leave the module
     and of held parameters, all-reduces of a loss on split logits (a few numbers a token), and, in
-    the backward pass, gathers of gradients of inputs that are taken in parts.
+    the backward pass, gathers of gradients of inputs that are taken in parts and all-reduces of the
+    gradients of the norms' parameters between f and parallel branches.
 
     With sequence parallelism: reduce-scatters instead of g; gathers of slices for regions, and for
     operators that need the whole; and those of the backward pass."""
@@ -105,6 +106,7 @@ class Collectives:
     gathers: int = 0
     loss: int = 0
     parts: int = 0
+    parameters: int = 0
     reduce_scatters: int = 0
     sequence_gathers: int = 0
     sequence_wholes: int = 0
@@ -335,6 +337,7 @@ def _text(plan: Plan) -> list[str]:
     lines.append(
         f"all-reduces per call: {counts.forward} forward (g), "
         f"{counts.backward} backward (f){gathers}"
+        + (f"; {counts.parameters} small ones backward of norms" if counts.parameters else "")
         + (f"; {counts.parts} gathers backward of inputs in parts" if counts.parts else "")
     )
     if counts.reduce_scatters:

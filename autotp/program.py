@@ -10,7 +10,22 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from autotp.runtime.collectives import reduce_from_region
 from autotp.runtime.outputs import LocalOutput
+
+# What operators do without saying it in their schemas: memory as it was found, errors, draws,
+# statistics that are updated.
+aten = torch.ops.aten
+_EFFECTS = ("empty", "assert", "dropout", "batch_norm", "instance_norm")
+_NEW = {
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.layer_norm.default,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    reduce_from_region,
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +121,18 @@ def common_calls(nodes: Sequence[Node]) -> tuple[Any, ...]:
     return tuple(shared)
 
 
+def is_pure(node: Node) -> bool:
+    """Whether a node's result depends on its operands alone, and making it does nothing else."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not any(kind in str(target) for kind in _EFFECTS)
+    )
+
+
 def is_returned(node: Node) -> bool:
     """Whether the caller gets the value, and may write to it."""
     return any(user.op == "output" for user in node.users)
@@ -117,14 +144,30 @@ def mutates(node: Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def is_new(node: Node) -> bool:
+    """Whether a result is surely in memory of its own, and no view of an operand."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target in _NEW
+    pointwise = torch.Tag.pointwise in node.target.tags
+    aliases = any(value.alias_info for value in node.target._schema.returns)
+    return node.target in _NEW or (pointwise and not aliases)
+
+
+def overwrites(node: Node) -> bool:
+    """Whether an operator only puts its result where an operand was that nothing else reads: it
+    could as well make a new value."""
+    source = node.args[0] if mutates(node) and node.args else None
+    return isinstance(source, Node) and is_new(source) and len(source.users) == 1
+
+
 def written(graph: Graph) -> set[Node]:
-    """Values that an operator writes to, or to a view of them."""
+    """Values that an operator writes to, and those that may lie in the same memory."""
     found: set[Node] = set()
     for node in graph.nodes:
         source = node.args[0] if mutates(node) and node.args else None
         while isinstance(source, Node) and source not in found:
             found.add(source)
-            source = source.args[0] if source.args else None
+            source = source.args[0] if source.args and not is_new(source) else None
     return found
 
 
@@ -133,6 +176,6 @@ def affected(graph: Graph) -> set[Node]:
     else later."""
     found = written(graph)
     for node in graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
+        if not overwrites(node) and any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found

@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autotp.blocks import NotAlike, Stamps, within
-from autotp.program import mutates
+from autotp.program import is_new, mutates
 
 ENTER = torch.ops.tp_capture.enter.default
 LEAVE = torch.ops.tp_capture.leave.default
@@ -28,14 +28,6 @@ STAMPED = torch.ops.tp_capture.stamped.default
 MARKS = {ENTER, LEAVE, STAMPED}
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 _SIZES = {torch.ops.aten.sym_size.int, torch.sym_max, torch.sym_min, *_ARITHMETIC}
-_NEW = {
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.layer_norm.default,
-    torch.ops.aten.linear.default,
-    torch.ops.aten.matmul.default,
-    torch.ops.aten.mm.default,
-}
 
 
 @dataclass
@@ -190,19 +182,10 @@ def _require_unwritten(graph: Graph) -> None:
     """No block writes to an operand: its caller, outside of the marks, would not see it."""
     for node in graph.nodes:
         source: Any = node.args[0] if mutates(node) and node.args else None
-        while isinstance(source, Node) and source.target is not LEAVE and not _is_new(source):
+        while isinstance(source, Node) and source.target is not LEAVE and not is_new(source):
             if source.target is ENTER:
                 raise NotAlike(f"{node} may write to an operand of {source.args[1]}")
             source = source.args[0] if source.args else None
-
-
-def _is_new(node: Node) -> bool:
-    """Whether a result is surely in memory of its own, and no view of an operand."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    pointwise = torch.Tag.pointwise in node.target.tags
-    aliases = any(value.alias_info for value in node.target._schema.returns)
-    return node.target in _NEW or (pointwise and not aliases)
 
 
 def _require_closed(path: str, block: _Block, device: Node | None) -> None:

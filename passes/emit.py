@@ -24,6 +24,7 @@ from torch.fx import Graph, Node, map_arg
 from autotp.program import Program
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
+    copy_all_to_region,
     copy_to_region,
     gather_from_region,
     reduce_from_region,
@@ -38,6 +39,7 @@ from autotp.runtime.sequence import (
 )
 
 _WITH_GROUP = {
+    copy_all_to_region,
     copy_to_region,
     draw,
     gather_from_region,

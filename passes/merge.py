@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from autotp import sizes
 from autotp.planning import Collectives
-from autotp.program import Program, copied
+from autotp.program import Program, copied, overwrites
 from autotp.runtime.collectives import reduce_from_region
 
 aten = torch.ops.aten
@@ -43,10 +43,20 @@ def _is_sum(node: Any) -> bool:
     """Whether a node adds two tensors, and nothing else."""
     return (
         isinstance(node, Node)
-        and node.target is aten.add.Tensor
+        and (node.target is aten.add.Tensor or _is_sum_in_place(node))
         and not node.kwargs
         and all(isinstance(arg, Node) and _is_tensor(arg) for arg in node.args)
     )
+
+
+def _is_sum_in_place(node: Node) -> bool:
+    if node.target is not aten.add_.Tensor or not overwrites(node):
+        return False
+    return len({_dtype(arg) for arg in node.all_input_nodes}) == 1
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _is_tensor(node: Node) -> bool:

@@ -22,12 +22,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import sizes
-from autotp.program import Program, affected, copied, is_returned
+from autotp.program import Program, affected, copied, is_pure, is_returned
 from autotp.runtime.regions import SIDE_EFFECTS
 
 aten = torch.ops.aten
-# What their schemas do not say: memory as it was found, errors, draws, statistics that are updated.
-_EFFECTS = ("empty", "assert", "dropout", "batch_norm", "instance_norm")
 
 
 def share(program: Program) -> Program:
@@ -38,7 +36,7 @@ def share(program: Program) -> Program:
     known: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
         region += node.target in SIDE_EFFECTS
-        if node in changed or not _is_pure(node) or is_returned(node):
+        if node in changed or not is_pure(node) or is_returned(node):
             continue
         source = _unchanged(node)
         if source is not None:
@@ -60,18 +58,6 @@ def share(program: Program) -> Program:
         return program
     note = f"{count} values were computed already"
     return replace(program, graph=graph, provenance=(*program.provenance, note))
-
-
-def _is_pure(node: Node) -> bool:
-    """Whether a node's result depends on its operands alone, and making it does nothing else."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and not target._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in target.tags
-        and not any(kind in str(target) for kind in _EFFECTS)
-    )
 
 
 def _key(value: Any) -> Hashable:

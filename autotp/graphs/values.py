@@ -24,6 +24,7 @@ from autotp.program import Program
 from autotp.rules import rule_for
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
+    copy_all_to_region,
     copy_to_region,
     gather_from_region,
     reduce_from_region,
@@ -38,6 +39,7 @@ from autotp.runtime.sequence import (
 
 ROLES = {
     copy_to_region: "f",
+    copy_all_to_region: "f",
     reduce_from_region: "g",
     gather_from_region: "gather",
     scatter_to_region: "scatter",

@@ -18,6 +18,7 @@ from autotp.proof.state import State
 from autotp.proof.values import Place, Refused, Value
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
+    copy_all_to_region,
     copy_to_region,
     gather_from_region,
     reduce_from_region,
@@ -33,7 +34,10 @@ from autotp.sizes import Size
 
 
 def _operand(state: State, node: Node, kind: str) -> Value:
-    source = node.args[0]
+    return _of_kind(state, node, node.args[0], kind)
+
+
+def _of_kind(state: State, node: Node, source: Any, kind: str) -> Value:
     value = state.values.get(source) if isinstance(source, Node) else None
     if not isinstance(value, Value) or value.kind != kind:
         name = getattr(node.target, "__name__", node.target)
@@ -45,6 +49,14 @@ def copy(state: State, node: Node) -> Value:
     """f: I to R. A value without a gradient is as good before as behind it."""
     value = _operand(state, node, "I")
     return replace(value, kind="R") if value.grad else value
+
+
+def copy_all(state: State, node: Node) -> list[Value]:
+    """f of several values."""
+    sources = node.args[0]
+    assert isinstance(sources, (list, tuple))
+    found = [_of_kind(state, node, source, "I") for source in sources]
+    return [replace(value, kind="R") if value.grad else value for value in found]
 
 
 def reduce(state: State, node: Node) -> Value:
@@ -158,8 +170,9 @@ def _rows(state: State, node: Node, value: Value, dim: int) -> Layout:
     return state.layout([(piece,) for piece in rows], value, dim)
 
 
-TABLE: dict[Any, Callable[[State, Node], Value]] = {
+TABLE: dict[Any, Callable[[State, Node], Any]] = {
     copy_to_region: copy,
+    copy_all_to_region: copy_all,
     reduce_from_region: reduce,
     gather_from_region: gather,
     scatter_to_region: scatter,

@@ -1,6 +1,7 @@
 """The four conversions between placements; each one's backward is another one's forward.
 
     copy_to_region (f)        I -> R       identity         backward: all-reduce
+    copy_all_to_region        I -> R       f of several values, with one all-reduce
     reduce_from_region (g)    P -> I       all-reduce       backward: identity
     scatter_to_region         I -> S(dim)  take own part    backward: all-gather
     gather_from_region        S(dim) -> I  all-gather       backward: take own part
@@ -34,6 +35,11 @@ def copy_to_region(x: Tensor, group: Group) -> Tensor:
     Every rank uses the value for other outputs, so its gradient is the sum of theirs.
     """
     return x if group.size == 1 else _call(_Copy, x, group)
+
+
+def copy_all_to_region(xs: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """f of several values of one dtype: their gradients are summed in one all-reduce."""
+    return tuple(xs) if group.size == 1 else _CopyAll.apply(group, *xs)
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
@@ -95,6 +101,24 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _call(_Reduce, grad, ctx.group), None
+
+
+class _CopyAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return xs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:]  # the same on every rank
+        found = [grad for grad, asked in zip(grads, needed, strict=True) if asked]
+        total = _call(_Reduce, torch.cat([grad.reshape(-1) for grad in found]), ctx.group)
+        parts = iter(total.split([grad.numel() for grad in found]))
+        return None, *(
+            next(parts).view(grad.shape) if asked else None
+            for grad, asked in zip(grads, needed, strict=True)
+        )
 
 
 class _Reduce(torch.autograd.Function):

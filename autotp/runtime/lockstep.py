@@ -24,6 +24,7 @@ from autotp.runtime.block import Block
 from autotp.runtime.calls import Call
 from autotp.runtime.captured import Capture
 from autotp.runtime.collectives import (
+    copy_all_to_region,
     copy_to_region,
     gather_from_region,
     place,
@@ -306,6 +307,11 @@ def _first(calls: Sequence[Any]) -> list[Tensor]:
     return [args[0] for args in calls]
 
 
+def _copy_all(calls: Sequence[Any]) -> Any:
+    each = [_Copy.apply(*values) for values in zip(*_first(calls), strict=True)]
+    return zip(*each, strict=True)
+
+
 def _reduce_scatter(calls: Sequence[Any]) -> Any:
     dim = calls[0][1]
     return _Scatter.apply(dim, _slices(calls), *_Reduce.apply(*_first(calls)))
@@ -323,6 +329,7 @@ def _slices(calls: Sequence[Any]) -> tuple[Ranges, ...]:
 
 _JOINT: dict[Any, Callable[..., Any]] = {
     next_seed: lambda calls: [ticket()] * len(calls),
+    copy_all_to_region: _copy_all,
     copy_to_region: lambda calls: _Copy.apply(*_first(calls)),
     reduce_from_region: lambda calls: _Reduce.apply(*_first(calls)),
     gather_from_region: lambda calls: _Gather.apply(*calls[0][1:], *_first(calls)),
