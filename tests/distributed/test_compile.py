@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.runtime.sharded import local
@@ -29,11 +29,18 @@ def llama() -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
+def neox() -> torch.nn.Module:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = GPTNeoXConfig(intermediate_size=22, vocab_size=257, **sizes)
+    return GPTNeoXForCausalLM(config)
+
+
 def cases() -> list[tuple[str, torch.nn.Module, bool]]:
     """Models, and whether the sequence is split too (of 7 items, which two ranks cannot halve)."""
     return [
         ("gpt2", tiny_gpt2(n_layer=1), False),
         ("llama", llama(), False),
+        ("a norm for each branch", neox(), False),
         ("llama, sequence", llama(), True),
     ]
 

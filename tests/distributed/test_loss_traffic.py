@@ -44,6 +44,7 @@ def traffic(rank: int, world: int) -> dict[str, Any]:
         ("auto", tiny_gpt2, "auto"),
         ("gather", tiny_gpt2, "gather"),
         ("parallel branches", tiny_gptj, "auto"),
+        ("a norm each", tiny_neox, "auto"),
     ):
         tp = autotp.parallelize(refill(make()).train(), tp=world, logits=policy)
         sent.clear()
@@ -63,6 +64,14 @@ def tiny_gptj() -> torch.nn.Module:
     return GPTJForCausalLM(GPTJConfig(vocab_size=VOCAB, **sizes))
 
 
+def tiny_neox() -> torch.nn.Module:
+    """Attention and MLP beside each other, of a norm each."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCAB, intermediate_size=4 * WIDTH, **sizes))
+
+
 def require_planned(found: Any, per_layer: int) -> None:
     """As many all-reduces of tokens times width as said, each way, and two small ones."""
     forward, backward, counts = found
@@ -70,6 +79,9 @@ def require_planned(found: Any, per_layer: int) -> None:
     large = [n for n in forward if n >= TOKENS * WIDTH]
     assert large == [TOKENS * WIDTH] * (per_layer * LAYERS + 1) and counts["forward"] == len(large)
     assert len(small) == counts["loss"] == 2 and sum(small) <= 3 * TOKENS
+    norms = [n for n in backward if n < TOKENS * WIDTH]  # weight and bias of both in one
+    assert norms == [4 * WIDTH] * counts["parameters"]
+    backward = [n for n in backward if n >= TOKENS * WIDTH]
     assert backward == [TOKENS * WIDTH] * (per_layer * LAYERS + 1)
     assert counts["backward"] == len(backward) and counts["gathers"] == 0
 
@@ -79,6 +91,8 @@ def test_a_training_step_sends_what_the_plan_says() -> None:
     for found in run(traffic, 2):
         require_planned(found["auto"], 2)
         require_planned(found["parallel branches"], 1)
+        require_planned(found["a norm each"], 1)
+        assert [counts["parameters"] for _, _, counts in found.values()] == [0, 0, 0, LAYERS]
         forward, _, counts = found["gather"]
         assert counts["gathers"] == 1 and max(forward) >= TOKENS * (VOCAB // 2)
         assert sum(forward) > sum(found["auto"][0]) + TOKENS * (VOCAB // 2) - 1

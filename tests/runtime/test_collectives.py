@@ -11,6 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from autotp.runtime.collectives import (
     Ranges,
+    copy_all_to_region,
     copy_to_region,
     gather_from_region,
     place,
@@ -86,6 +87,7 @@ def test_take_and_place_are_differentiable_twice() -> None:
 def test_a_single_rank_changes_nothing() -> None:
     x, alone, whole = values(2, 4), Group(), (((0, 4),),)
     assert copy_to_region(x, alone) is x
+    assert copy_all_to_region([x], alone)[0] is x
     assert reduce_from_region(x, alone) is x
     assert gather_from_region(x, 1, whole, alone) is x
     assert scatter_to_region(x, 1, whole, alone) is x
@@ -153,6 +155,15 @@ def two_ranks(rank: int, _: int) -> dict[Any, Any]:
         use(reduce_from_region(x, group)).backward()
         seen[f"g, {name}"] = x.grad
     seen["g of an expanded value"] = reduce_from_region(torch.tensor(1.0).expand(3), group)
+
+    xs = [values(3, 4).requires_grad_(), values(2).requires_grad_(), values(5)]
+    group.count()
+    ys = copy_all_to_region(xs, group)
+    losses = [(y * (rank + 1)).pow(2).sum() for y in ys]
+    first = torch.autograd.grad(sum(losses), xs[:2], create_graph=True)
+    seen["f of all issues"] = group.count()
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), xs[:2])
+    seen["f of all"] = [x.detach() for x in (*xs[:2], *first, *second)]
 
     tensors = mlp_tensors()
     half = slice(4 * rank, 4 * rank + 4)
@@ -233,6 +244,15 @@ def test_f_is_the_identity_and_sums_gradients(two: list[dict[Any, Any]]) -> None
         assert (seen["f forward issues"], seen["f backward issues"]) == (0, 1)
         assert torch.equal(seen["f"], values(3, 4, seed=10) + values(3, 4, seed=11))
         assert seen["f leaves the incoming gradient"]
+
+
+@pytest.mark.dist
+def test_f_of_several_values_sums_their_gradients_at_once(two: list[dict[Any, Any]]) -> None:
+    for seen in two:
+        assert seen["f of all issues"] == 1
+        x, z, *found = seen["f of all"]
+        for gradient, wanted in zip(found, (10 * x, 10 * z, 200 * x, 200 * z), strict=True):
+            torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.dist
