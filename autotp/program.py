@@ -24,7 +24,6 @@ _NEW = {
     aten.linear.default,
     aten.matmul.default,
     aten.mm.default,
-    reduce_from_region,
 }
 
 
@@ -147,7 +146,7 @@ def mutates(node: Node) -> bool:
 def is_new(node: Node) -> bool:
     """Whether a result is surely in memory of its own, and no view of an operand."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target in _NEW
+        return False
     pointwise = torch.Tag.pointwise in node.target.tags
     aliases = any(value.alias_info for value in node.target._schema.returns)
     return node.target in _NEW or (pointwise and not aliases)
@@ -157,7 +156,9 @@ def overwrites(node: Node) -> bool:
     """Whether an operator only puts its result where an operand was that nothing else reads: it
     could as well make a new value."""
     source = node.args[0] if mutates(node) and node.args else None
-    return isinstance(source, Node) and is_new(source) and len(source.users) == 1
+    if not isinstance(source, Node) or len(source.users) > 1:
+        return False
+    return is_new(source) or source.target is reduce_from_region  # a lone rank's is its operand
 
 
 def written(graph: Graph) -> set[Node]:
