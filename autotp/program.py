@@ -13,11 +13,11 @@ from torch.fx import Graph, Node
 from autotp.runtime.collectives import reduce_from_region
 from autotp.runtime.outputs import LocalOutput
 
+aten = torch.ops.aten
 # What operators do without saying it in their schemas: memory as it was found, errors, draws,
 # statistics that are updated.
-aten = torch.ops.aten
 _EFFECTS = ("empty", "assert", "dropout", "batch_norm", "instance_norm")
-_NEW = {
+_NEW = {  # beside the pointwise operators
     aten.addmm.default,
     aten.bmm.default,
     aten.layer_norm.default,

@@ -47,16 +47,18 @@ def _of_kind(state: State, node: Node, source: Any, kind: str) -> Value:
 
 def copy(state: State, node: Node) -> Value:
     """f: I to R. A value without a gradient is as good before as behind it."""
-    value = _operand(state, node, "I")
-    return replace(value, kind="R") if value.grad else value
+    return _copied(_operand(state, node, "I"))
 
 
 def copy_all(state: State, node: Node) -> list[Value]:
     """f of several values."""
     sources = node.args[0]
     assert isinstance(sources, (list, tuple))
-    found = [_of_kind(state, node, source, "I") for source in sources]
-    return [replace(value, kind="R") if value.grad else value for value in found]
+    return [_copied(_of_kind(state, node, source, "I")) for source in sources]
+
+
+def _copied(value: Value) -> Value:
+    return replace(value, kind="R") if value.grad else value
 
 
 def reduce(state: State, node: Node) -> Value:

@@ -112,10 +112,12 @@ def test_frozen_parameters_are_not_reduced(frozen: list[str]) -> None:
 
 
 def test_parameters_of_each_dtype_are_reduced_together() -> None:
-    model = branches(CASES["two norms"][0])
-    model.norm2 = nn.LayerNorm(WIDTH)
-    whole = autotp.plan(model.float(), 2, example_inputs=(values().float(),)).collectives
-    assert (whole.backward, whole.parameters) == (1, 1)
+    model = branches(lambda m, x: first(m, m.norm1(x)) + second(m, x * m.single))
+    model.single = nn.Parameter(torch.linspace(0.5, 2.0, WIDTH))  # the others are float64
+    lockstep = autotp.parallelize(model, devices=["cpu"] * 3, example_inputs=(values(),))
+    counts = lockstep.plan.collectives
+    assert f_in(lockstep.plan) == (1, 2) and (counts.backward, counts.parameters) == (1, 2)
+    assert_same(model, lockstep, (values(),), 1e-6)
 
 
 def test_sequence_parallelism_keeps_the_norms_on_slices() -> None:
