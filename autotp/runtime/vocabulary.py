@@ -38,7 +38,7 @@ def embedding(
     local = (index - start).masked_fill(foreign & _inside(index, rows[-1][1]), 0)
     padding = padding_idx - start if start <= padding_idx < stop else None
     found = F.embedding(local, weight, padding_idx=padding)
-    return found.masked_fill(foreign.unsqueeze(-1), 0)
+    return found.masked_fill_(foreign.unsqueeze(-1), 0)
 
 
 def cross_entropy(
@@ -107,15 +107,17 @@ class Task:
 
     def statistics(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's log-sum-exp [tokens], and what is summed over ranks [several, tokens]."""
-        x = _float(logits)
-        picked = x.gather(1, self.local.unsqueeze(1)).squeeze(1).masked_fill(~self.mine, 0)
-        sums = [picked]
+        picked = logits.gather(1, self.local.unsqueeze(1)).squeeze(1).masked_fill(~self.mine, 0)
+        sums = [_float(picked)]
+        weight = None if self.weight is None else self.weight.to(sums[0].dtype)
         if self.smoothing:
-            sums.append(x.sum(1) if self.weight is None else x @ self.weight.to(x.dtype))
-        if self.weight is not None:
-            own = self.weight.to(x.dtype)[self.local].masked_fill(~self.mine, 0)
-            sums += [own, self.weight.to(x.dtype).sum().expand_as(own)]
-        return torch.logsumexp(x, 1), torch.stack(sums)
+            dtype = sums[0].dtype
+            whole = logits.sum(1, dtype=dtype) if weight is None else _float(logits) @ weight
+            sums.append(whole)
+        if weight is not None:
+            own = weight[self.local].masked_fill(~self.mine, 0)
+            sums += [own, weight.sum().expand_as(own)]
+        return _log_sum_exp(logits), torch.stack(sums)
 
     def outputs(self, lse: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Per token: negative log likelihood, its sum over classes, target's weight; total
@@ -131,7 +133,7 @@ class Task:
         self, logits: Tensor, lse: Tensor, total: Tensor, nll: Tensor, smooth: Tensor
     ) -> Tensor:
         """The gradient of the local logits from those of the two outputs."""
-        grad = (_float(logits) - lse.unsqueeze(1)).exp_()
+        grad = (logits - lse.unsqueeze(1)).exp_()  # of the dtype of lse: float32 for half precision
         grad *= (nll + smooth * total if self.smoothing else nll).unsqueeze(1)
         if self.smoothing:
             each = 1.0 if self.weight is None else self.weight.to(grad.dtype)
@@ -234,6 +236,23 @@ def _defaults(rest: Sequence[Any]) -> tuple[Tensor | None, int, int, float]:
 
 def _float(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """Of each row, a few rows at a time in the same memory: exponentials of all logits would be the
+    largest value of a step."""
+    numbers = 2**18 if x.device.type == "cpu" else 2**24  # what a cache holds
+    if x.numel() <= numbers or torch.compiler.is_compiling():
+        return torch.logsumexp(_float(x), 1)
+    rows = max(1, numbers // x.shape[1])
+    memory = _float(x.new_empty(rows, x.shape[1]))
+    found = []
+    for part in x.split(rows):
+        top = _float(part.amax(1, keepdim=True))
+        top = top.masked_fill(top.isinf(), 0)  # as logsumexp: inf - inf is no number
+        exponentials = torch.sub(part, top, out=memory[: len(part)]).exp_()
+        found.append(exponentials.sum(1).log_().add_(top.squeeze(1)))
+    return torch.cat(found)
 
 
 def _inside(index: Tensor, rows: int) -> Tensor:
