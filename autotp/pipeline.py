@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from autotp.errors import PlanError, message
 from autotp.options import DEFAULTS, Options
@@ -35,7 +35,6 @@ from passes.match import match
 from passes.merge import merge
 from passes.normalize import normalize
 from passes.part import part
-from passes.reuse import reuse
 from passes.sequence import sequence
 from passes.share import share
 from passes.unmask import unmask
@@ -154,9 +153,7 @@ def rank_graph(plan: Plan, rank: int) -> GraphModule:
 
 def emit_rank(plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str, str]) -> Emitted:
     """The rank's program as one graph for each module call."""
-    program = rank_program(plan, rank)
-    in_place = frozenset[Node]() if _left_out("reuse") else reuse(program)
-    return emit(program, first=first, same=same, in_place=in_place)
+    return emit(rank_program(plan, rank), first=first, same=same)
 
 
 __all__ = ["captured", "emit_rank", "make_plan", "plan_of", "rank_graph", "rank_program"]

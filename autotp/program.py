@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from autotp.runtime.collectives import reduce_from_region
 from autotp.runtime.outputs import LocalOutput
+from autotp.runtime.regions import SIDE_EFFECTS
 
 aten = torch.ops.aten
 # What operators do without saying it in their schemas: memory as it was found, errors, draws,
@@ -152,11 +153,21 @@ def is_new(node: Node) -> bool:
     return node.target in _NEW or (pointwise and not aliases)
 
 
+def regions(graph: Graph) -> dict[Node, int]:
+    """For each node how many borders of grad and autocast regions lie before it."""
+    found, count = {}, 0
+    for node in graph.nodes:
+        count += node.target in SIDE_EFFECTS
+        found[node] = count
+    return found
+
+
 def overwrites(node: Node) -> bool:
     """Whether an operator only puts its result where an operand was that nothing else reads: it
     could as well make a new value."""
-    source = node.args[0] if mutates(node) and node.args else None
-    if not isinstance(source, Node) or len(source.users) > 1:
+    operands = _overwritten(node)
+    source = operands[0] if len(operands) == 1 else None
+    if source is None or source is not node.args[0] or len(source.users) > 1:
         return False
     return is_new(source) or source.target is reduce_from_region  # a lone rank's is its operand
 
@@ -165,10 +176,24 @@ def written(graph: Graph) -> set[Node]:
     """Values that an operator writes to, and those that may lie in the same memory."""
     found: set[Node] = set()
     for node in graph.nodes:
-        source = node.args[0] if mutates(node) and node.args else None
-        while isinstance(source, Node) and source not in found:
-            found.add(source)
-            source = source.args[0] if source.args and not is_new(source) else None
+        for source in _overwritten(node):
+            lies: Any = source
+            while isinstance(lies, Node) and lies not in found:
+                found.add(lies)
+                lies = lies.args[0] if lies.args and not is_new(lies) else None
+    return found
+
+
+def _overwritten(node: Node) -> list[Node]:
+    """The operands that an operator writes to."""
+    if not mutates(node):
+        return []
+    target: Any = node.target
+    found: list[Node] = []
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            torch.fx.map_arg(given, found.append)
     return found
 
 

@@ -26,15 +26,26 @@ from ranks import report, spawned
 from training_table import memory_table, time_table
 from training_work import SHAPES, VARIANTS, memory_of, rank_of
 
+# Memory that goes back to the system and is asked for again costs up to a tenth of a step, and more
+# or less of it by what ran before: it stays in the processes, of whatever variant.
+KEPT = {
+    "MALLOC_MMAP_THRESHOLD_": "10000000000",
+    "MALLOC_TRIM_THRESHOLD_": "10000000000",
+    "MALLOC_TOP_PAD_": "500000000",
+}
+TIGHT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is free goes back at once
+
 
 def both(options: argparse.Namespace, *arguments: str) -> list[dict[str, Any]]:
     """What two ranks find, with these arguments of this script."""
     sizes = ("layers", "width", "key_heads", "rounds")
     given = [(f"--{name.replace('_', '-')}", str(getattr(options, name))) for name in sizes]
-    tight = {"MALLOC_MMAP_THRESHOLD_": "65536"} if "--memory" in arguments else {}
+    allocator = TIGHT if "--memory" in arguments else KEPT
     with tempfile.TemporaryDirectory() as name:
         flat = [word for pair in given for word in pair]
-        found: list[dict[str, Any]] = spawned(Path(name), __file__, 2, *arguments, *flat, **tight)
+        found: list[dict[str, Any]] = spawned(
+            Path(name), __file__, 2, *arguments, *flat, **allocator
+        )
         return found
 
 

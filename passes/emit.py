@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,30 +67,21 @@ def emit(
     *,
     first: Mapping[str, int] | None = None,
     same: Mapping[str, str] | None = None,
-    in_place: Set[Node] = frozenset(),
 ) -> Emitted:
     """Cut a program into module calls.
 
     `first` gives the number of graphs that each module has from earlier captures: a call passes the
     number of the graph that it wants. `same` gives the first path of a module that has several.
-    `in_place` are the f's and g's that may overwrite what they sum.
     """
-    builder = _Builder(program, first or {}, same or {}, in_place)
+    builder = _Builder(program, first or {}, same or {})
     nodes = [n for n in program.graph.nodes if n.op not in ("get_attr", "output")]
     builder.block("", nodes, 0)
     return Emitted({path: tuple(graphs) for path, graphs in builder.graphs.items()})
 
 
 class _Builder:
-    def __init__(
-        self,
-        program: Program,
-        first: Mapping[str, int],
-        same: Mapping[str, str],
-        in_place: Set[Node],
-    ) -> None:
+    def __init__(self, program: Program, first: Mapping[str, int], same: Mapping[str, str]) -> None:
         self.graphs: dict[str, list[Graph]] = {}
-        self._in_place = in_place
         self._first, self._same = first, same
         self._program = program
         self._names: dict[str, list[str]] = {name: [name] for name in program.tensors}
@@ -178,8 +169,6 @@ class _Builder:
             if group is None:
                 group = graph.create_node("get_attr", "_tp_group", name="group")
             kwargs = {**kwargs, "group": group}
-            if node in self._in_place:
-                kwargs["in_place"] = True
         made = graph.create_node(node.op, node.target, args, kwargs, name=_plain(node.name))
         made.meta = dict(node.meta)
         return made

@@ -23,8 +23,8 @@ import torch
 from torch.fx import Graph, Node
 
 from autotp import sizes
-from autotp.program import Program, affected, copied
-from autotp.runtime.regions import SIDE_EFFECTS, enter_autocast
+from autotp.program import Program, affected, copied, regions
+from autotp.runtime.regions import enter_autocast
 
 aten = torch.ops.aten
 Polynomial: TypeAlias = dict[int, float]  # coefficients by power
@@ -52,11 +52,11 @@ def fuse(program: Program) -> Program:
     if not any(_found(node) for node in program.graph.nodes):
         return program
     graph = copied(program.graph)
-    changed, regions = affected(graph), _regions(graph)
+    changed, places = affected(graph), regions(graph)
     fused = set[Node]()
     for node in reversed(list(graph.nodes)):
         found = _found(node)
-        if found is not None and _apart(node, found, changed, regions):
+        if found is not None and _apart(node, found, changed, places):
             fused.add(_replace(graph, node, found))
     if not fused:
         return program
@@ -73,23 +73,14 @@ def _found(node: Node) -> Match | None:
     return next((found for pattern in patterns if (found := pattern(node))), None)
 
 
-def _regions(graph: Graph) -> dict[Node, int]:
-    """For each node how many borders of grad and autocast regions lie before it."""
-    found, count = {}, 0
-    for node in graph.nodes:
-        count += node.target in SIDE_EFFECTS
-        found[node] = count
-    return found
-
-
-def _apart(node: Node, found: Match, changed: set[Node], regions: Mapping[Node, int]) -> bool:
+def _apart(node: Node, found: Match, changed: set[Node], places: Mapping[Node, int]) -> bool:
     """Whether a formula computes in one dtype and region, of values that nothing writes to."""
     kept = node.meta["val"].dtype
     operands = {arg for arg in found.args if isinstance(arg, Node)}
     inner = found.nodes | {node}
     return (
         not changed & (inner | operands)
-        and len({regions[n] for n in inner}) == 1
+        and len({places[n] for n in inner}) == 1
         and kept.is_floating_point
         and all(n.meta["val"].dtype == kept for n in inner | operands)
     )

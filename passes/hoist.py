@@ -11,6 +11,7 @@ The backward of an operator is linear in the gradient of its result, whatever it
 may take their parts of the gradient through it, and add them up behind it. So one all-reduce of
 activations is left for each value that branches share, and a small one for the parameters between.
 Only operators with small parameters (one dim) are passed, and only where nothing else reads them.
+All stays within one grad and autocast region, and f does not cut a module's call in two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.fx import Graph, Node, map_arg
 from autotp import sizes
 from autotp.gradients import needs_grad
 from autotp.planning import Collectives
-from autotp.program import Program, affected, common_calls, copied, is_pure
+from autotp.program import Program, affected, common_calls, copied, is_pure, regions
 from autotp.runtime.collectives import copy_all_to_region, copy_to_region
 
 
@@ -39,27 +40,57 @@ def hoist(program: Program, counts: Collectives) -> tuple[Program, Collectives]:
     does, graph = needs_grad(program), copied(program.graph)
     new = dict(zip(program.graph.nodes, graph.nodes, strict=True))
     saved = small = 0
-    for x, copies in groups:
-        parameters = _parameters(program, x, copies)
+    for x, copies, place in groups:
+        parameters = _parameters(program, x, _made(x, copies))
         saved += sum(does[f] for f in copies) - does[x]
         small += len({_dtype(p) for p in parameters if does[p]})
-        _hoist(graph, new[x], [new[f] for f in copies], [new[p] for p in parameters])
+        old = [new[f] for f in copies]
+        _hoist(graph, new[x], old, [new[p] for p in parameters], new[place])
+    for _, copies, _ in groups:
+        for f in copies:
+            graph.erase_node(new[f])
     note = f"{saved} all-reduces of the backward were merged with others"
     changed = replace(program, graph=graph, provenance=(*program.provenance, note))
     return changed, replace(counts, backward=counts.backward - saved, parameters=small)
 
 
-def _groups(program: Program) -> list[tuple[Node, list[Node]]]:
-    """Values that several f's are of: of the value itself, or of what one operator makes of it."""
-    found: dict[Node, list[Node]] = defaultdict(list)
-    changed = affected(program.graph)
+def _groups(program: Program) -> list[tuple[Node, list[Node], Node]]:
+    """Values that several f's are of, of the value itself or of what one operator makes of it, and
+    before which node one f of them stands."""
+    found: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    changed, places = affected(program.graph), regions(program.graph)
     for node in program.graph.nodes:
         if node.target is copy_to_region and node not in changed:
             norm = _source(node)
-            found[norm].append(node)
-            if _is_passed(norm, program):
-                found[_source(norm)].append(node)
-    return [(x, copies) for x, copies in found.items() if len(copies) > 1]
+            found[norm, places[node]].append(node)
+            if _is_passed(norm, program) and places[norm] == places[node]:
+                found[_source(norm), places[node]].append(node)
+    every = [(x, copies) for (x, _), copies in found.items() if len(copies) > 1]
+    stands = [(x, copies, _place(program, x, copies, places)) for x, copies in every]
+    return [(x, copies, place) for x, copies, place in stands if place is not None]
+
+
+def _place(
+    program: Program, x: Node, copies: Sequence[Node], places: Mapping[Node, int]
+) -> Node | None:
+    """Where one f stands: before the whole call of a module that only some of the f's are in, so
+    that the call stays one, in the region of all. None if it cannot stand there, or if it would
+    read parameters of modules other than the caller's own, which may be gathered there only."""
+    made = _made(x, copies)
+    calls = common_calls(made)
+    if any(len(_calls(norm)) > len(calls) + 1 for norm in made if _parameters(program, x, [norm])):
+        return None
+    first = min(made)
+    depth = len(calls) + 1
+    inside = _calls(first)[:depth]
+    node = first
+    while node.op == "get_attr" or (len(inside) == depth and _calls(node)[:depth] == inside):
+        first, node = (first if node.op == "get_attr" else node), node.prev
+    return first if x < first and places[first] == places[copies[0]] else None
+
+
+def _calls(node: Node) -> tuple[Any, ...]:
+    return node.meta.get("calls") or ()
 
 
 def _is_passed(node: Node, program: Program) -> bool:
@@ -82,10 +113,14 @@ def _source(node: Node) -> Node:
     return node.args[0]
 
 
-def _parameters(program: Program, x: Node, copies: Sequence[Node]) -> list[Node]:
+def _made(x: Node, copies: Sequence[Node]) -> list[Node]:
+    """The operators between a value and its f's; the f itself where there is none."""
+    return [f if _source(f) is x else _source(f) for f in copies]
+
+
+def _parameters(program: Program, x: Node, made: Sequence[Node]) -> list[Node]:
     """The parameters of the operators between a value and its f's."""
-    passed = [_source(f) for f in copies if _source(f) is not x]
-    found = dict.fromkeys(n for node in passed for n in node.all_input_nodes if n is not x)
+    found = dict.fromkeys(n for node in made for n in node.all_input_nodes if n is not x)
     return [n for n in found if program.tensors[str(n.target)].kind == "parameter"]
 
 
@@ -95,13 +130,14 @@ def _dtype(node: Node) -> torch.dtype:
     return found
 
 
-def _hoist(graph: Graph, x: Node, copies: Sequence[Node], parameters: Sequence[Node]) -> None:
-    """Have one f of a value, and one of the parameters of each dtype."""
+def _hoist(
+    graph: Graph, x: Node, copies: Sequence[Node], parameters: Sequence[Node], first: Node
+) -> None:
+    """Have one f of a value, and one of the parameters of each dtype, before a node."""
     passed = {f: _source(f) for f in copies if _source(f) is not x}
-    made = [passed.get(f, f) for f in copies]
-    first = min(made)
+    made = _made(x, copies)
     facts: dict[str, Any] = {"placement": "R", "calls": common_calls(made)}
-    facts["stack_trace"] = first.meta.get("stack_trace")
+    facts["stack_trace"] = min(made).meta.get("stack_trace")
 
     def call(function: Any, args: Any, name: str, meta: Mapping[str, Any]) -> Node:
         node = graph.create_node("call_function", function, args, name=name)
@@ -121,7 +157,6 @@ def _hoist(graph: Graph, x: Node, copies: Sequence[Node], parameters: Sequence[N
                 new[p] = call(operator.getitem, (joint, index), "f_parameter", p.meta)
     for f in copies:
         f.replace_all_uses_with(passed.get(f, new[x]))
-        graph.erase_node(f)
     for norm in passed.values():
         norm.args, norm.kwargs = map_arg((norm.args, norm.kwargs), lambda n: new.get(n, n))
         norm.meta["placement"] = "R"

@@ -31,7 +31,7 @@ from autotp.gradients import needs_grad
 from autotp.options import DEFAULTS, Options
 from autotp.placement import text
 from autotp.planning import Collectives, Plan
-from autotp.program import Program, common_calls
+from autotp.program import Program, common_calls, regions
 from autotp.rules import border, pointwise, reduction, rule_for, view
 from autotp.runtime import vocabulary
 from autotp.runtime.collectives import (
@@ -110,7 +110,8 @@ class _Insert:
         self._inside = {node for node in nodes if self._is_inside(node)}
         self._entries, self._copied = self._where_f_goes(nodes)
         self._new: dict[Node, Node] = {}
-        self._f: dict[Node, Node] = {}
+        self._f: dict[tuple[Node, int], Node] = {}
+        self._places = regions(program.graph)
         self._seed: Node | int | None = None
         self._draws = 0
         for node in nodes:
@@ -195,7 +196,7 @@ class _Insert:
             through = inside and source in self._entries and source is not bias
             if node in self._entered:
                 return self._whole_of(source, node in self._drawn)
-            return self._through_f(source) if through else self._new[source]
+            return self._through_f(source, node) if through else self._new[source]
 
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), operand)
         if node in self._contracts:
@@ -240,17 +241,19 @@ class _Insert:
         made.meta["placement"] = text(self._dims[node], self._shares)
         self._new[node] = made
 
-    def _through_f(self, source: Node) -> Node:
-        if source not in self._f:
+    def _through_f(self, source: Node, reader: Node) -> Node:
+        place = self._places[reader]  # no gradient comes out of a region without gradients
+        if (source, place) not in self._f:
             readers = [n for n in source.users if n in self._inside or n in self._copied]
+            readers = [n for n in readers if self._places[n] == place]
             made = self.graph.call_function(copy_to_region, (self._new[source],))
             made.name = f"f_{source.name}"
             made.meta = {**self._new[source].meta, "placement": "R", "calls": common_calls(readers)}
             made.meta["stack_trace"] = readers[0].meta.get("stack_trace")
-            self._f[source] = made
+            self._f[source, place] = made
             self.copies += 1
-            self.backward += self._does[source]
-        return self._f[source]
+            self.backward += self._does[source] and any(self._does[n] for n in readers)
+        return self._f[source, place]
 
     def _row_parallel(self, node: Node, args: Any, kwargs: Any) -> None:
         """The product without its bias, g, and the bias added once."""

@@ -8,12 +8,14 @@ after   %p : add(%attention, %mlp)
         %y : add(%g, %x)
 
 The sum over ranks of a sum is the sum of the sums. Only sums are looked through, and only where
-nothing else reads a branch: a partial value never meets an operator that is not linear. Models with
-parallel attention and MLP, or with shared beside routed experts, issue one all-reduce less a layer.
+nothing else reads a branch, in one grad and autocast region: a partial value never meets an
+operator that is not linear, and a bias keeps its gradient. Models with parallel attention and MLP,
+or with shared beside routed experts, issue one all-reduce less a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.fx import Graph, Node
 
 from autotp import sizes
 from autotp.planning import Collectives
-from autotp.program import Program, copied, overwrites
+from autotp.program import Program, copied, overwrites, regions
 from autotp.runtime.collectives import reduce_from_region
 
 aten = torch.ops.aten
@@ -30,10 +32,13 @@ aten = torch.ops.aten
 
 def merge(program: Program, counts: Collectives) -> tuple[Program, Collectives]:
     """The program with fewer all-reduces, and how many it issues."""
-    if not any(_is_root(node) and _mergeable(node) for node in program.graph.nodes):
+    places = regions(program.graph)
+    if not any(_is_root(node, places) and _mergeable(node, places) for node in places):
         return program, counts
     graph = copied(program.graph)
-    saved = sum(_merge(graph, node) for node in reversed(list(graph.nodes)) if _is_root(node))
+    places = regions(graph)
+    nodes = reversed(list(graph.nodes))
+    saved = sum(_merge(graph, node, places) for node in nodes if _is_root(node, places))
     note = f"{saved} all-reduces were merged with others"
     merged = replace(program, graph=graph, provenance=(*program.provenance, note))
     return merged, replace(counts, forward=counts.forward - saved)
@@ -63,24 +68,28 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _is_root(node: Node) -> bool:
+def _is_root(node: Node, places: Mapping[Node, int]) -> bool:
     """Whether a node is a sum that is not an operand of another one alone."""
-    return _is_sum(node) and not (len(node.users) == 1 and all(map(_is_sum, node.users)))
+    return _is_sum(node) and not any(_is_inner(node, user, places) for user in node.users)
 
 
-def _terms(node: Node) -> list[Node]:
+def _is_inner(node: Node, of: Node, places: Mapping[Node, int]) -> bool:
+    """Whether a sum is read by one other sum alone, in the same grad and autocast region."""
+    return _is_sum(node) and len(node.users) == 1 and _is_sum(of) and places[node] == places[of]
+
+
+def _terms(node: Node, places: Mapping[Node, int]) -> list[Node]:
     """What a sum adds, looking through sums that it alone reads."""
     found: list[Node] = []
     for arg in node.args:
         assert isinstance(arg, Node)
-        alone = len(arg.users) == 1 and _is_sum(arg)
-        found += _terms(arg) if alone else [arg]
+        found += _terms(arg, places) if _is_inner(arg, node, places) else [arg]
     return found
 
 
-def _merge(graph: Graph, root: Node) -> int:
+def _merge(graph: Graph, root: Node, places: dict[Node, int]) -> int:
     """Give the partial sums among the terms of a sum one all-reduce; how many that saves."""
-    terms, merged = _terms(root), _mergeable(root)
+    terms, merged = _terms(root, places), _mergeable(root, places)
     if not merged:
         return 0
     with graph.inserting_before(root):
@@ -96,15 +105,18 @@ def _merge(graph: Graph, root: Node) -> int:
         last = whole
         for term in rest:
             last = _add(graph, last, term, root, root)
+    made = root.prev
+    while made not in places:
+        places[made], made = places[root], made.prev
     last.meta["source"] = root.meta.get("source", root.name)
     root.replace_all_uses_with(last)
     _erase(graph, root)
     return len(merged) - 1
 
 
-def _mergeable(root: Node) -> list[Node]:
+def _mergeable(root: Node, places: Mapping[Node, int]) -> list[Node]:
     """The terms of a sum that can share one all-reduce."""
-    merged = [term for term in _terms(root) if _is_partial(term, root)]
+    merged = [term for term in _terms(root, places) if _is_partial(term, root)]
     return merged if len(merged) == len(set(merged)) > 1 else []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autotp.program import regions
 from autotp.proof import shapes
 from autotp.proof.layout import Layout, slices_of
 from autotp.proof.state import State
@@ -47,17 +48,22 @@ def _of_kind(state: State, node: Node, source: Any, kind: str) -> Value:
 
 def copy(state: State, node: Node) -> Value:
     """f: I to R. A value without a gradient is as good before as behind it."""
-    return _copied(_operand(state, node, "I"))
+    return _copied(state, node, _operand(state, node, "I"))
 
 
 def copy_all(state: State, node: Node) -> list[Value]:
     """f of several values."""
     sources = node.args[0]
     assert isinstance(sources, (list, tuple))
-    return [_copied(_of_kind(state, node, source, "I")) for source in sources]
+    return [_copied(state, node, _of_kind(state, node, source, "I")) for source in sources]
 
 
-def _copied(value: Value) -> Value:
+def _copied(state: State, node: Node, value: Value) -> Value:
+    if value.grad and any(state.no_grad):
+        places = regions(node.graph)
+        if any(places[reader] != places[node] for reader in node.users):
+            raise Refused("f in a region without gradients is read behind it: the gradient is lost")
+        return replace(value, grad=False)
     return replace(value, kind="R") if value.grad else value
 
 

@@ -29,13 +29,12 @@ from autotp.runtime.group import Group
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
-def copy_to_region(x: Tensor, group: Group, in_place: bool = False) -> Tensor:
+def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """f, Megatron's `copy_to_tensor_model_parallel_region`: a replicated value enters sharded work.
 
-    Every rank uses the value for other outputs, so its gradient is the sum of theirs. `in_place`
-    says that nothing else holds the gradient that comes from them.
+    Every rank uses the value for other outputs, so its gradient is the sum of theirs.
     """
-    return x if group.size == 1 else _call(_Copy, x, group, in_place)
+    return x if group.size == 1 else _call(_Copy, x, group)
 
 
 def copy_all_to_region(xs: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
@@ -43,16 +42,12 @@ def copy_all_to_region(xs: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]
     return tuple(xs) if group.size == 1 else _CopyAll.apply(group, *xs)
 
 
-def reduce_from_region(x: Tensor, group: Group, in_place: bool = False) -> Tensor:
+def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """g, Megatron's `reduce_from_tensor_model_parallel_region`: the ranks' partial sums are added.
 
-    Every rank then does the same with the sum, so each summand's gradient is the sum's. `in_place`
-    says that nothing else reads the summand.
+    Every rank then does the same with the sum, so each summand's gradient is the sum's.
     """
-    if group.size == 1:
-        return x
-    in_place = in_place and x.is_contiguous() and not torch.compiler.is_compiling()
-    return _call(_ReduceInPlace if in_place else _Reduce, x, group)
+    return x if group.size == 1 else _call(_Reduce, x, group)
 
 
 def gather_from_region(x: Tensor, dim: int, ranges: Sequence[Ranges], group: Group) -> Tensor:
@@ -99,15 +94,15 @@ def place(parts: Sequence[Tensor], dim: int, ranges: Sequence[Ranges]) -> Tensor
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
-        ctx.group, ctx.in_place = group, in_place
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():  # someone differentiates the gradient, too
-            return _call(_Reduce, grad, ctx.group), None, None
-        return reduce_from_region(grad, ctx.group, ctx.in_place), None, None
+            return _call(_Reduce, grad, ctx.group), None
+        return ctx.group.all_reduce(grad), None
 
 
 class _CopyAll(torch.autograd.Function):
@@ -136,15 +131,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (copy_to_region(grad, ctx.group) if torch.is_grad_enabled() else grad), None
-
-
-class _ReduceInPlace(_Reduce):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        ctx.mark_dirty(x)
-        return group.all_reduce(x, in_place=True)
+        return _call(_Copy, grad, ctx.group) if torch.is_grad_enabled() else grad, None
 
 
 class _Gather(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """Group: the ranks that share one model, and what they say to each other.
 
-Collectives are out of place and take tensors of any strides, unless in place is asked for. A group
-of one rank issues none.
+Collectives are out of place and take tensors of any strides. A group of one rank issues none.
 """
 
 from __future__ import annotations
@@ -51,15 +50,12 @@ class Group:
             group.rank, group.size = rank, size
         return ranks
 
-    def all_reduce(self, x: Tensor, op: str = "sum", in_place: bool = False) -> Tensor:
-        """The sum or maximum ("max") over the ranks, in new memory. Not differentiable; g is.
-
-        `in_place` puts it where x is, which must be contiguous.
-        """
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The sum or maximum ("max") over the ranks, in new memory. Not differentiable; g is."""
         if self.size == 1:
             return x
         # A copy: x may be expanded or transposed, or saved for someone's backward.
-        out = x if in_place else x.detach().clone(memory_format=torch.contiguous_format)
+        out = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op=_REDUCTIONS[op], group=self._peers)
         return out
 

@@ -38,7 +38,7 @@ def embedding(
     local = (index - start).masked_fill(foreign & _inside(index, rows[-1][1]), 0)
     padding = padding_idx - start if start <= padding_idx < stop else None
     found = F.embedding(local, weight, padding_idx=padding)
-    return found.masked_fill_(foreign.unsqueeze(-1), 0)
+    return found.masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def cross_entropy(
@@ -239,20 +239,13 @@ def _float(x: Tensor) -> Tensor:
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
-    """Of each row, a few rows at a time in the same memory: exponentials of all logits would be the
-    largest value of a step."""
-    numbers = 2**18 if x.device.type == "cpu" else 2**24  # what a cache holds
+    """Of each row, a few rows at a time: exponentials of all logits would be the largest value of a
+    step, and a CPU has what is smaller in its cache."""
+    numbers = 2**18 if x.device.type == "cpu" else 2**24
     if x.numel() <= numbers or torch.compiler.is_compiling():
         return torch.logsumexp(_float(x), 1)
-    rows = max(1, numbers // x.shape[1])
-    memory = _float(x.new_empty(rows, x.shape[1]))
-    found = []
-    for part in x.split(rows):
-        top = _float(part.amax(1, keepdim=True))
-        top = top.masked_fill(top.isinf(), 0)  # as logsumexp: inf - inf is no number
-        exponentials = torch.sub(part, top, out=memory[: len(part)]).exp_()
-        found.append(exponentials.sum(1).log_().add_(top.squeeze(1)))
-    return torch.cat(found)
+    rows = x.split(max(1, numbers // x.shape[1]))
+    return torch.cat([torch.logsumexp(_float(part), 1) for part in rows])
 
 
 def _inside(index: Tensor, rows: int) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autotp
 from autotp.runtime.sharded import local
@@ -229,6 +229,7 @@ def recomputed(rank: int, tp: Any, model: Any, world: int) -> dict[str, Any]:
     curve("after", tp)
     tp.activation_checkpointing_disable()
     curve("the whole call", tp, Whole)
+    curve("all but products", tp, lambda tp: Whole(tp, context_fn=products_kept))
     for number, block in enumerate(tp.transformer.h):
         tp.transformer.h[number] = checkpoint_wrapper(block)
     found["wrapped"] = losses_again(tp, rank, state)
@@ -249,22 +250,31 @@ def losses_again(tp: Any, rank: int, state: dict[str, Tensor]) -> Any:
 
 
 class Whole(nn.Module):
-    """A model whose whole call is checkpointed."""
+    """A model whose whole call is checkpointed, all of it or selectively."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.options = model, options
 
     def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+        options = self.options
+
         class Out:
             loss = checkpoint(
                 lambda x, y: self.model(input_ids=x, labels=y, use_cache=use_cache).loss,
                 input_ids,
                 labels,
                 use_reentrant=False,
+                **options,
             )
 
         return Out
+
+
+def products_kept() -> Any:
+    """Selective checkpointing: what a product made is kept, and must not have been written to."""
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default])
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -344,7 +354,7 @@ def test_recomputed_activations_change_nothing(ranks: list[dict[str, Any]]) -> N
     blocks = ["transformer.h.0", "transformer.h.1"]
     for seen in ranks:
         found = seen["recomputed"]
-        for name in ("before", "after", "the whole call", "wrapped"):
+        for name in ("before", "after", "the whole call", "all but products", "wrapped"):
             assert found[name] == found["off"], name
         assert found["before blocks"] == found["after blocks"] == blocks
         assert found["off blocks"] == found["the whole call blocks"] == []

@@ -47,6 +47,14 @@ def written(m: Any, x: Tensor) -> Tensor:
     return y + second(m, mine * 3.0)
 
 
+def seen_elsewhere(m: Any, x: Tensor) -> Tensor:
+    mine = x.clone()
+    view = mine.view(2, -1, WIDTH)
+    y = first(m, view.neg())
+    mine.mul_(2.0)
+    return y + second(m, view * 3.0)
+
+
 def twice(m: Any, x: Tensor) -> Tensor:
     """A norm of two layers: its parameters are read before the f of the second one."""
     y = x + first(m, m.norm1(x)) + second(m, m.norm2(x))
@@ -56,6 +64,25 @@ def twice(m: Any, x: Tensor) -> Tensor:
 def random(m: Any, x: Tensor) -> Tensor:
     dropped = nn.functional.dropout(x, 0.5, training=m.training)
     return first(m, m.norm1(x)) + second(m, dropped)
+
+
+def without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = first(m, m.norm1(x))
+    return gate * x + second(m, m.norm2(x))
+
+
+def without_gradient_below(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = first(m, x)
+    return gate + second(m, x)
+
+
+def through_a_list(m: Any, x: Tensor) -> Tensor:
+    mine = x.neg()
+    y = first(m, mine.neg())
+    torch._foreach_mul_([mine], 2.0)
+    return y + second(m, mine + 1.0)
 
 
 # How often activations and parameters of norms are reduced in the backward.
@@ -68,10 +95,14 @@ CASES: dict[str, tuple[Any, int, int]] = {
     "functions": (lambda m, x: first(m, x.sin()) + second(m, x.cos()), 1, 0),
     "in two layers": (twice, 2, 2),
     "one norm": (lambda m, x: first(m, m.norm1(x)) + second(m, m.norm1(x)), 1, 1),
-    "large parameters": (lambda m, x: first(m, m.gate(x) * x) + second(m, m.norm2(x)), 2, 0),
+    "two values": (lambda m, x: first(m, m.gate(x) * x) + second(m, m.norm2(x)), 2, 0),
     "read whole": (read_whole, 2, 0),
-    "another shape": (lambda m, x: first(m, x[:, :1].sin()) + second(m, m.norm2(x)), 2, 0),
+    "another shape": (lambda m, x: first(m, x[:, :1]) + second(m, m.norm2(x)), 2, 0),
     "written between": (written, 2, 0),
+    "written between in a view": (seen_elsewhere, 2, 0),
+    "written in a list": (through_a_list, 2, 0),
+    "without gradient": (without_gradient, 1, 0),
+    "without gradient, no norm": (without_gradient_below, 1, 0),
     "behind each other": (lambda m, x: second(m, m.norm2(x + first(m, m.norm1(x)))), 2, 0),
     "draws": (random, 2, 0),
 }
@@ -97,7 +128,9 @@ def test_branches_share_f_where_that_is_the_same(name: str, tp: int) -> None:
         return
     lockstep = autotp.parallelize(model, devices=["cpu"] * tp, example_inputs=(x,))
     counts = lockstep.plan.collectives
-    assert f_in(lockstep.plan) == (counts.backward, counts.parameters) == (large, small)
+    silent = name == "without gradient, no norm"  # an f whose readers get none
+    assert (counts.backward, counts.parameters) == (large, small)
+    assert f_in(lockstep.plan) == (large + silent, small)
     assert_same(model, lockstep, (x.requires_grad_(),))
 
 
@@ -117,6 +150,20 @@ def test_parameters_of_each_dtype_are_reduced_together() -> None:
     lockstep = autotp.parallelize(model, devices=["cpu"] * 3, example_inputs=(values(),))
     counts = lockstep.plan.collectives
     assert f_in(lockstep.plan) == (1, 2) and (counts.backward, counts.parameters) == (1, 2)
+    assert_same(model, lockstep, (values(),), 1e-6)
+
+
+def test_large_parameters_and_other_dtypes_stay_above_f() -> None:
+    model = branches(lambda m, x: first(m, x * m.table) + second(m, m.norm2(x)))
+    model.table = nn.Parameter(torch.linspace(0.5, 2.0, 5 * WIDTH).double().view(5, WIDTH))
+    lockstep = autotp.parallelize(model, devices=["cpu"] * 3, example_inputs=(values(),))
+    assert f_in(lockstep.plan) == (2, 0)
+    assert_same(model, lockstep, (values(),))
+
+    model = branches(lambda m, x: first(m, x.float()).double() + second(m, x))
+    model.up1.float(), model.down1.float()
+    lockstep = autotp.parallelize(model, devices=["cpu"] * 3, example_inputs=(values(),))
+    assert f_in(lockstep.plan) == (2, 0)
     assert_same(model, lockstep, (values(),), 1e-6)
 
 
@@ -152,3 +199,60 @@ def test_models_with_a_norm_for_each_branch_reduce_once_a_layer() -> None:
         counts = lockstep.plan.collectives
         assert (counts.forward, counts.backward, counts.parameters) == (4, 4, 3)
         assert_same(model, lockstep, step, 1e-5)
+
+
+class Branch(nn.Module):
+    """A branch that does something before its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.zeros(()))
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor, norm: Any = None) -> Tensor:
+        factor = self.scale.exp()
+        norm = self.norm if norm is None else norm
+        return factor * self.down(torch.tanh(self.up(norm(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("deep", "large"), [(True, 2), (False, 1)])
+def test_calls_of_modules_stay_whole(deep: bool, large: int) -> None:
+    """f is not put into the middle of a module's call, nor are its parameters read from afar, which
+    may be gathered there only."""
+    parts = {"a": Branch(), "b": Branch()}
+    if not deep:
+        parts["a"].norm = parts["b"].norm = nn.Identity()  # type: ignore[assignment]
+    plain = nn.LayerNorm(WIDTH, elementwise_affine=False)
+    how = {} if deep else {"norm": plain}
+    parts["before"] = nn.LayerNorm(WIDTH)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.before(x)
+        return x + m.a(x, **how) + m.b(x, **how)  # type: ignore[no-any-return]
+
+    model = Function(forward, **parts)
+    lockstep = autotp.parallelize(
+        refill(model.double()), devices=["cpu"] * 3, example_inputs=(values(),)
+    )
+    assert lockstep.plan.collectives.backward == large
+    for name in ("a", "b"):
+        at = lockstep.ranks[0].get_submodule(name)
+        assert len(at._tp_codes) == 1, "a module's call has code of its own"  # type: ignore[arg-type]
+    assert_same(model, lockstep, (values(),))
+
+
+def test_an_f_in_a_region_without_gradients_serves_no_reader_behind_it() -> None:
+    """The proof refuses a graph that hoist would make if it looked at no regions."""
+    from autotp.errors import CheckError
+    from passes.check import check
+    from passes.localize import localize
+
+    model = branches(without_gradient_below)
+    plan = autotp.plan(model, 2, example_inputs=(values(),))
+    program = localize(plan.program(), plan, rank=0)
+    check(program, plan, rank=0)
+    inner, outer = [n for n in program.graph.nodes if n.target is copy_to_region]
+    outer.replace_all_uses_with(inner)
+    program.graph.erase_node(outer)
+    with pytest.raises(CheckError, match="the gradient is lost"):
+        check(program, plan, rank=0)

@@ -45,6 +45,12 @@ def written(m: Any, x: Tensor) -> Tensor:
     return a + view.sum()
 
 
+def without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        a = first(m, x)
+    return a + second(m, x)
+
+
 MERGED = {
     "beside the residual": lambda m, x: first(m, x) + second(m, x) + x,
     "residual first": lambda m, x: x + first(m, x) + second(m, x),
@@ -60,6 +66,7 @@ APART = {
     "another factor": lambda m, x: torch.add(first(m, x), second(m, x), alpha=2),
     "in place under a view": written,
     "difference": lambda m, x: first(m, x) - second(m, x),
+    "one without gradient": without_gradient,
     "another shape": lambda m, x: first(m, x) + second(m, x[:, :1]),
 }
 
