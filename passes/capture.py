@@ -30,6 +30,7 @@ from autotp import pytree, sizes
 from autotp.blocks import NotAlike, Stamps, stamped_blocks, within
 from autotp.caches import Given, Packed, is_cache, pack, pack_all, unpack_all
 from autotp.errors import CaptureError, message
+from autotp.frames import with_room
 from autotp.program import Guards, Program, Signature, TensorSpec
 from autotp.recompute import recomputed_calls
 from autotp.runtime.regions import (
@@ -103,7 +104,8 @@ def _captured(
     args, named = pytree.map_tensors(_blank, packed)
     begun = time.perf_counter()
     with recomputed_calls(skeleton) as recomputed:
-        exported = _export(_Call(skeleton, entry), args, named, _fixed(packed))
+        call = _Call(skeleton, entry)
+        exported = with_room(lambda: _export(call, args, named, _fixed(packed)))
     seconds = time.perf_counter() - begun
     tensors, names, aliases = _tensors(skeleton, exported)
     graph = Graph()
