@@ -151,8 +151,12 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not tests/: its folders are named like packages
     try:
         _child(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        code = 0
     except BaseException:
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # no tidying up: peers of a failed rank may hold it
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No tidying up: peers of a failed rank may hold it, and threads that still run may end it with
+    # "terminate called without an active exception".
+    os._exit(code)
