@@ -27,6 +27,7 @@ from passes.choose import choose
 from passes.divide import divide
 from passes.emit import Emitted, emit
 from passes.fuse import fuse
+from passes.group import group
 from passes.hoist import hoist
 from passes.infer import Inferred, infer
 from passes.insert import insert
@@ -139,9 +140,11 @@ def _decided(program: Program, tp: int, model: str, layout: Plan | None) -> tupl
 
 def rank_program(plan: Plan, rank: int, *, shapes: bool = False) -> Program:
     """The rank's program, proved."""
-    program = localize(plan.program(), plan, rank=rank)
+    program = _peephole(group, localize(plan.program(), plan, rank=rank))
     check(program, plan, rank=rank)
-    return localize(plan.program(), plan, rank=rank, shapes=True) if shapes else program
+    if shapes:
+        return _peephole(group, localize(plan.program(), plan, rank=rank, shapes=True))
+    return program
 
 
 def rank_graph(plan: Plan, rank: int) -> GraphModule:
