@@ -165,7 +165,7 @@ def regions(graph: Graph) -> dict[Node, int]:
 def overwrites(node: Node) -> bool:
     """Whether an operator only puts its result where an operand was that nothing else reads: it
     could as well make a new value."""
-    operands = _overwritten(node)
+    operands = overwritten(node)
     source = operands[0] if len(operands) == 1 else None
     if source is None or source is not node.args[0] or len(source.users) > 1:
         return False
@@ -176,7 +176,7 @@ def written(graph: Graph) -> set[Node]:
     """Values that an operator writes to, and those that may lie in the same memory."""
     found: set[Node] = set()
     for node in graph.nodes:
-        for source in _overwritten(node):
+        for source in overwritten(node):
             lies: Any = source
             while isinstance(lies, Node) and lies not in found:
                 found.add(lies)
@@ -184,7 +184,7 @@ def written(graph: Graph) -> set[Node]:
     return found
 
 
-def _overwritten(node: Node) -> list[Node]:
+def overwritten(node: Node) -> list[Node]:
     """The operands that an operator writes to."""
     if not mutates(node):
         return []

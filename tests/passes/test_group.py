@@ -148,7 +148,7 @@ def test_keys_are_read_as_they_are(repeat: Repeat, heads: int, key_heads: int, t
 OTHERS = {
     "round robin": lambda: Grouped(round_robin),
     "along tokens": lambda: Grouped(along_tokens),
-    "written to": lambda: Grouped(written, 24, 12),
+    "written to": lambda: Grouped(written),
     "in another region": lambda: Grouped(without_gradient),
     "masked": lambda: Masked(expand),
     "of another module": Apart,
