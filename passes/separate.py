@@ -12,7 +12,7 @@ above is a view, and the write would show in it. The model's own strides say whi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -34,7 +34,7 @@ def separate(program: Program) -> Program:
         source = node.args[0]
         assert isinstance(source, Node)
         with program.graph.inserting_before(node):
-            keep = {"memory_format": torch.contiguous_format}
+            keep: dict[str, Any] = {"memory_format": torch.contiguous_format}
             made = program.graph.call_function(aten.clone.default, (source,), keep)
         value = source.meta["val"]
         made.meta = {**node.meta, "val": value.new_empty(value.shape)}
@@ -66,12 +66,11 @@ def _copies(node: Node) -> bool:
     source = node.args[0]
     assert isinstance(source, Node)
     given, made = source.meta["val"], node.meta["val"]
-    shape, strides, wanted = (
-        [example(size) for size in each] for each in (given.shape, given.stride(), made.shape)
-    )
-    if None in (*shape, *strides, *wanted):
+    sizes = [[example(size) for size in each] for each in (given.shape, given.stride(), made.shape)]
+    if any(None in each for each in sizes):
         return False
-    blank: Any = torch.empty_strided(shape, strides, device="meta")
+    shape, strides, wanted = cast(list[list[int]], sizes)
+    blank = torch.empty_strided(shape, strides, device="meta")
     if node.target is aten.contiguous.default:
         return not blank.is_contiguous()
     try:
