@@ -26,6 +26,7 @@ from passes.check import check
 from passes.choose import choose
 from passes.divide import divide
 from passes.emit import Emitted, emit
+from passes.fold import fold
 from passes.fuse import fuse
 from passes.group import group
 from passes.hoist import hoist
@@ -157,7 +158,10 @@ def rank_graph(plan: Plan, rank: int) -> GraphModule:
 
 def emit_rank(plan: Plan, rank: int, first: Mapping[str, int], same: Mapping[str, str]) -> Emitted:
     """The rank's program as one graph for each module call."""
-    return emit(rank_program(plan, rank), first=first, same=same)
+    program = rank_program(plan, rank)
+    if plan.tp > 1:
+        program = _peephole(fold, program)
+    return emit(program, first=first, same=same)
 
 
 __all__ = ["captured", "emit_rank", "make_plan", "plan_of", "rank_graph", "rank_program"]

@@ -58,9 +58,13 @@ class _Rank(Group):
         super().__init__()
         self.rank, self.size, self._note = rank, size, note
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
         self._note("all-reduce", x.numel() * x.element_size())
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return x
+
+    def start_all_reduce_(self, x: Tensor) -> Callable[[], Any]:
+        self.all_reduce_(x)
+        return lambda: None
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         counts = [math.prod(shape) for shape in shapes]  # padded to the largest, as in Group

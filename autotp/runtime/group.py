@@ -1,12 +1,13 @@
 """Group: the ranks that share one model, and what they say to each other.
 
-Collectives are out of place and take tensors of any strides. A group of one rank issues none.
+Collectives are out of place and take tensors of any strides, but for those whose names end in an
+underscore: these write to their operand. A group of one rank issues none.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
 from typing import Any, NoReturn
@@ -55,9 +56,22 @@ class Group:
         if self.size == 1:
             return x
         # A copy: x may be expanded or transposed, or saved for someone's backward.
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, op=_REDUCTIONS[op], group=self._peers)
-        return out
+        return self.all_reduce_(x.new_empty(x.shape).copy_(x.detach()), op)
+
+    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
+        """The sum or maximum over the ranks, in the memory of x, which is contiguous."""
+        if self.size > 1:
+            dist.all_reduce(x, op=_REDUCTIONS[op], group=self._peers)
+        return x
+
+    def start_all_reduce_(self, x: Tensor) -> Callable[[], Any]:
+        """Begin `all_reduce_`; x is read after a call of what is returned."""
+        if x.device.type == "cpu":  # gloo's threads need the cores that compute meanwhile
+            self.all_reduce_(x)
+            return lambda: None
+        work = dist.all_reduce(x, group=self._peers, async_op=True)
+        assert work is not None
+        return work.wait  # type: ignore[no-any-return]
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Every rank's tensor; `shapes` are those of each rank. Not differentiable.

@@ -32,6 +32,8 @@ from autotp.runtime.collectives import (
     scatter_to_region,
     take,
 )
+from autotp.runtime.folded import column_product, copy_each_to_region, reduce_with_bias
+from autotp.runtime.group import Group
 from autotp.runtime.module import TensorParallel
 from autotp.runtime.random import draw, next_seed, ticket
 from autotp.runtime.regions import leave_autocast, leave_grad_mode
@@ -312,6 +314,22 @@ def _copy_all(calls: Sequence[Any]) -> Any:
     return zip(*each, strict=True)
 
 
+def _copy_each(calls: Sequence[Any]) -> Any:
+    return zip(*(_Copy.apply(*_first(calls)) for _ in range(calls[0][1])), strict=True)
+
+
+def _column_product(calls: Sequence[Any]) -> Any:
+    alone, copies = Group(), _Copy.apply(*_first(calls))
+    return [
+        column_product(x, weight, bias, transposed, alone)
+        for x, (_, weight, bias, transposed) in zip(copies, calls, strict=True)
+    ]
+
+
+def _reduce_with_bias(calls: Sequence[Any]) -> Any:
+    return [g + bias for g, (_, bias) in zip(_Reduce.apply(*_first(calls)), calls, strict=True)]
+
+
 def _reduce_scatter(calls: Sequence[Any]) -> Any:
     dim = calls[0][1]
     return _Scatter.apply(dim, _slices(calls), *_Reduce.apply(*_first(calls)))
@@ -330,8 +348,11 @@ def _slices(calls: Sequence[Any]) -> tuple[Ranges, ...]:
 _JOINT: dict[Any, Callable[..., Any]] = {
     next_seed: lambda calls: [ticket()] * len(calls),
     copy_all_to_region: _copy_all,
+    column_product: _column_product,
+    copy_each_to_region: _copy_each,
     copy_to_region: lambda calls: _Copy.apply(*_first(calls)),
     reduce_from_region: lambda calls: _Reduce.apply(*_first(calls)),
+    reduce_with_bias: _reduce_with_bias,
     gather_from_region: lambda calls: _Gather.apply(*calls[0][1:], *_first(calls)),
     scatter_to_region: lambda calls: _Scatter.apply(*calls[0][1:], *_first(calls)),
     reduce_scatter_to_sequence: _reduce_scatter,
