@@ -58,11 +58,11 @@ def _into_product(graph: Graph, f: Node, places: Mapping[Node, int]) -> bool:
         return False
     match reader.target, reader.args:
         case aten.linear.default, (x, weight, *rest):
-            bias, transposed = (*rest, None)[0], False
-        case aten.addmm.default, (bias, x, weight):
-            transposed = True
+            bias, transposed = rest[0] if rest else None, False
+        case aten.addmm.default, (summand, x, weight):
+            bias, transposed = summand, True
         case ((aten.mm.default | aten.matmul.default), (x, weight)):
-            transposed = True
+            bias, transposed = None, True
         case _:
             return False
     if x is not value or weight is value or bias is value or _dim(x) < 2 or _dim(weight) != 2:

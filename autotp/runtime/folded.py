@@ -32,7 +32,7 @@ def column_product(
     `weight` [out, in], or [in, out] if `transposed`; `bias` [out].
     """
     graph = torch.is_grad_enabled() and group.size > 1
-    if not graph or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if not graph or torch.compiler.is_compiling() or _is_cast(x.device.type):
         return _product(copy_to_region(x, group) if graph else x, weight, bias, transposed)
     return _Column.apply(x, weight, bias, transposed, group)  # type: ignore[no-any-return]
 
@@ -125,6 +125,11 @@ class _ReduceWithBias(Function):
         needs_x, needs_bias, _ = ctx.needs_input_grad
         mine = copy_to_region(grad, ctx.group) if torch.is_grad_enabled() else grad
         return mine if needs_x else None, grad.flatten(0, -2).sum(0) if needs_bias else None, None
+
+
+def _is_cast(device: str) -> bool:
+    """Whether products cast their operands (torch.autocast)."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
