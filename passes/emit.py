@@ -30,7 +30,7 @@ from autotp.runtime.collectives import (
     reduce_from_region,
     scatter_to_region,
 )
-from autotp.runtime.folded import column_product, copy_each_to_region, reduce_with_bias
+from autotp.runtime.folded import column_product, copy_each_to_region, row_product
 from autotp.runtime.random import draw, next_seed
 from autotp.runtime.sequence import (
     gather_from_sequence,
@@ -51,7 +51,7 @@ _WITH_GROUP = {
     next_seed,
     reduce_from_region,
     reduce_scatter_to_sequence,
-    reduce_with_bias,
+    row_product,
     scatter_to_region,
     scatter_to_sequence,
     vocabulary.cross_entropy,

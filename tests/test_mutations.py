@@ -31,7 +31,7 @@ from autotp.runtime.collectives import (
     reduce_from_region,
     scatter_to_region,
 )
-from autotp.runtime.folded import reduce_with_bias
+from autotp.runtime.folded import row_product
 from autotp.runtime.random import draw
 from passes.check import check
 from passes.localize import localize
@@ -356,8 +356,8 @@ def test_a_bias_that_is_added_twice_behind_g_is_seen_when_run() -> None:
     assert torch.allclose(lockstep(x), model(x))
     for rank in lockstep.ranks:
         (code,) = rank.down._tp_codes
-        (add,) = code.graph.find_nodes(op="call_function", target=reduce_with_bias)
-        with code.graph.inserting_after(add):
-            again = code.graph.call_function(aten.add.Tensor, (add, add.args[1]))
-        add.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
+        (row,) = code.graph.find_nodes(op="call_function", target=row_product)
+        with code.graph.inserting_after(row):
+            again = code.graph.call_function(aten.add.Tensor, (row, row.args[2]))
+        row.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
     assert not torch.allclose(lockstep(x), model(x))

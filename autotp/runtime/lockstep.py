@@ -32,7 +32,7 @@ from autotp.runtime.collectives import (
     scatter_to_region,
     take,
 )
-from autotp.runtime.folded import column_product, copy_each_to_region, reduce_with_bias
+from autotp.runtime.folded import column_product, copy_each_to_region, row_product
 from autotp.runtime.group import Group
 from autotp.runtime.module import TensorParallel
 from autotp.runtime.random import draw, next_seed, ticket
@@ -318,16 +318,23 @@ def _copy_each(calls: Sequence[Any]) -> Any:
     return zip(*(_Copy.apply(*_first(calls)) for _ in range(calls[0][1])), strict=True)
 
 
-def _column_product(calls: Sequence[Any]) -> Any:
-    alone, copies = Group(), _Copy.apply(*_first(calls))
-    return [
-        column_product(x, weight, bias, transposed, alone)
-        for x, (_, weight, bias, transposed) in zip(copies, calls, strict=True)
-    ]
+def _column_product(calls: Sequence[Any]) -> list[Tensor]:
+    return _products(column_product, _Copy.apply(*_first(calls)), calls)
 
 
-def _reduce_with_bias(calls: Sequence[Any]) -> Any:
-    return [g + bias for g, (_, bias) in zip(_Reduce.apply(*_first(calls)), calls, strict=True)]
+def _row_product(calls: Sequence[Any]) -> list[Tensor]:
+    biases = [call[2] for call in calls]
+    plain = [(x, weight, None, transposed) for x, weight, _, transposed in calls]
+    sums = _Reduce.apply(*_products(row_product, _first(calls), plain))
+    if biases[0] is None:
+        return list(sums)
+    return [total + bias for total, bias in zip(sums, biases, strict=True)]
+
+
+def _products(function: Any, xs: Sequence[Tensor], calls: Sequence[Any]) -> list[Tensor]:
+    """What each rank's product is without the others."""
+    alone = Group()
+    return [function(x, *call[1:4], alone) for x, call in zip(xs, calls, strict=True)]
 
 
 def _reduce_scatter(calls: Sequence[Any]) -> Any:
@@ -352,7 +359,7 @@ _JOINT: dict[Any, Callable[..., Any]] = {
     copy_each_to_region: _copy_each,
     copy_to_region: lambda calls: _Copy.apply(*_first(calls)),
     reduce_from_region: lambda calls: _Reduce.apply(*_first(calls)),
-    reduce_with_bias: _reduce_with_bias,
+    row_product: _row_product,
     gather_from_region: lambda calls: _Gather.apply(*calls[0][1:], *_first(calls)),
     scatter_to_region: lambda calls: _Scatter.apply(*calls[0][1:], *_first(calls)),
     reduce_scatter_to_sequence: _reduce_scatter,

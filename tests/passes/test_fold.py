@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 import autotp
 from autotp.pipeline import emit_rank
 from autotp.runtime.collectives import copy_to_region, reduce_from_region
-from autotp.runtime.folded import column_product, copy_each_to_region, reduce_with_bias
+from autotp.runtime.folded import column_product, copy_each_to_region, row_product
 from autotp.runtime.regions import enter_grad_mode, leave_grad_mode
 from passes.fold import fold
 from tests import small
@@ -22,7 +22,7 @@ from tests.passes.stages import stages, values
 from tests.small import WIDTH
 
 aten = torch.ops.aten
-FOLDED = {column_product: "product", copy_each_to_region: "each", reduce_with_bias: "bias"}
+FOLDED = {column_product: "product", copy_each_to_region: "each", row_product: "row"}
 ALONE = {copy_to_region: "f", reduce_from_region: "g"}
 NAMES: dict[Any, str] = {**FOLDED, **ALONE}
 Build = Callable[[Callable[..., Node], dict[str, Node]], Any]
@@ -56,13 +56,19 @@ def graph_of(build: Build) -> Graph:
     return graph
 
 
-def found(build: Build) -> list[str]:
-    """What is folded in a graph and what stays alone, in order."""
+def folded(build: Build) -> Graph:
+    """What becomes of a hand-written graph."""
     program = replace(stages(small.Mlp()).local(0), graph=graph_of(build))
     before = str(program.graph)
     graph = fold(program).graph
     assert str(program.graph) == before, "passes do not change programs"
     graph.lint()
+    return graph
+
+
+def found(build: Build) -> list[str]:
+    """What is folded in a graph and what stays alone, in order."""
+    graph = folded(build)
     return [NAMES[n.target] for n in graph.nodes if n.target in NAMES]
 
 
@@ -132,29 +138,54 @@ def in_another_region(call: Any, v: Any) -> Any:
     return product
 
 
-BIASES: dict[str, tuple[Build, list[str]]] = {
-    "bias": (lambda call, v: call(aten.add.Tensor, call(reduce_from_region, v["p"]), v["b"]), []),
-    "a number for all": (
-        lambda call, v: call(aten.add.Tensor, call(reduce_from_region, v["p"]), v["one"]),
-        ["g"],
-    ),
-    "two dims": (
-        lambda call, v: call(aten.add.Tensor, call(reduce_from_region, v["p"]), v["many"]),
-        ["g"],
-    ),
-    "scaled": (
-        lambda call, v: call(aten.add.Tensor, call(reduce_from_region, v["p"]), v["b"], alpha=2),
-        ["g"],
-    ),
-    "a value": (
-        lambda call, v: call(aten.add.Tensor, call(reduce_from_region, v["p"]), v["p"]),
-        ["g"],
-    ),
-    "of another module": (
-        lambda call, v: call(aten.add.Tensor, call(reduce_from_region, v["p"], calls=()), v["b"]),
-        ["g"],
+def summed(call: Any, product: Node, *bias: Node, **given: Any) -> Node:
+    g = call(reduce_from_region, product)
+    return call(aten.add.Tensor, g, *bias, **given) if bias else g  # type: ignore[no-any-return]
+
+
+ROWS: dict[str, Build] = {
+    "linear": lambda call, v: summed(call, call(aten.linear.default, v["x"], v["w"])),
+    "mm": lambda call, v: summed(call, call(aten.mm.default, v["rows"], v["t"])),
+    "matmul": lambda call, v: summed(call, call(aten.matmul.default, v["x"], v["t"])),
+    "bias": lambda call, v: summed(call, call(aten.linear.default, v["x"], v["w"]), v["b"]),
+}
+WITHOUT_BIAS: dict[str, Build] = {
+    "a number for all": lambda call, v: summed(call, product(call, v), v["one"]),
+    "two dims": lambda call, v: summed(call, product(call, v), v["many"]),
+    "scaled": lambda call, v: summed(call, product(call, v), v["b"], alpha=2),
+    "a value": lambda call, v: summed(call, product(call, v), v["p"]),
+    "of another module": lambda call, v: call(
+        aten.add.Tensor, summed(call, product(call, v)), v["b"], calls=()
     ),
 }
+
+
+def product(call: Any, v: Any) -> Node:
+    return call(aten.linear.default, v["x"], v["w"])  # type: ignore[no-any-return]
+
+
+def read_twice(call: Any, v: Any) -> Any:
+    found = product(call, v)
+    return [call(reduce_from_region, found), found]
+
+
+def below(call: Any, v: Any) -> Any:
+    found = call(aten.linear.default, v["x"], v["w"], calls=(("m@0", 0), ("n@0", 0)))
+    return call(reduce_from_region, found)
+
+
+def read_later(call: Any, v: Any) -> Any:
+    found = product(call, v)
+    call(aten.mul.Tensor, v["x"], 2.0)
+    return call(reduce_from_region, found)
+
+
+def scaled(call: Any, v: Any) -> Any:
+    return call(reduce_from_region, call(aten.mul.Tensor, product(call, v), 2.0))
+
+
+def written_to(call: Any, v: Any) -> Any:
+    return call(aten.add_.Tensor, call(reduce_from_region, product(call, v)), 1.0)
 
 
 @pytest.mark.parametrize("build", PRODUCTS.values(), ids=PRODUCTS)
@@ -174,30 +205,39 @@ def test_f_of_several_readers_has_a_value_for_each() -> None:
     assert found(several_and_written) == ["f"]
 
 
-@pytest.mark.parametrize(("build", "alone"), BIASES.values(), ids=BIASES)
-def test_g_adds_a_bias(build: Build, alone: list[str]) -> None:
-    assert found(build) == (alone or ["bias"])
+@pytest.mark.parametrize("name", ROWS)
+def test_g_of_a_product_is_part_of_it(name: str) -> None:
+    assert found(ROWS[name]) == ["row"]
+    added = len(folded(ROWS[name]).find_nodes(op="call_function", target=aten.add.Tensor))
+    assert added == 0, "a bias, too"
 
 
-def test_g_between_two_readers_stays() -> None:
+@pytest.mark.parametrize("build", WITHOUT_BIAS.values(), ids=WITHOUT_BIAS)
+def test_what_is_no_bias_is_added_behind_it(build: Build) -> None:
+    assert found(build) == ["row"]
+    assert len(folded(build).find_nodes(op="call_function", target=aten.add.Tensor)) == 1
+
+
+def test_a_bias_of_a_sum_that_something_else_reads_stays() -> None:
     def build(call: Any, v: Any) -> Any:
-        g = call(reduce_from_region, v["p"])
+        g = summed(call, product(call, v))
         return [call(aten.add.Tensor, g, v["b"]), g]
 
-    def apart(call: Any, v: Any) -> Any:
-        g = call(reduce_from_region, v["p"])
-        call(aten.mul.Tensor, v["p"], 2.0)
-        return call(aten.add.Tensor, g, v["b"])
+    assert found(build) == ["row"]
+    assert len(folded(build).find_nodes(op="call_function", target=aten.add.Tensor)) == 1
 
-    assert found(build) == found(apart) == ["g"]
+
+@pytest.mark.parametrize("build", [read_twice, below, read_later, scaled, written_to])
+def test_other_gs_stay(build: Build) -> None:
+    assert found(build) == ["g"]
 
 
 EVERY: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "mlp": (lambda: small.Residual(small.Mlp()), {"product", "bias"}),
-    "gated": (lambda: small.Residual(small.GatedMlp()), {"each", "bias"}),
-    "fused attention": (small.BlockQkv, {"product", "bias"}),
-    "attention": (small.Attention, {"each", "bias"}),
-    "grouped": (lambda: small.Grouped("expand"), {"each", "bias"}),
+    "mlp": (lambda: small.Residual(small.Mlp()), {"product", "row"}),
+    "gated": (lambda: small.Residual(small.GatedMlp()), {"each", "row"}),
+    "fused attention": (small.BlockQkv, {"product", "row"}),
+    "attention": (small.Attention, {"each", "row"}),
+    "grouped": (lambda: small.Grouped("expand"), {"each", "row"}),
 }
 
 
@@ -225,7 +265,7 @@ def emitted(tp: int = 2) -> set[Any]:
 
 
 def test_it_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert emitted() & set(NAMES) == {column_product, reduce_with_bias}
+    assert emitted() & set(NAMES) == {column_product, row_product}
     monkeypatch.setenv("AUTOTP_WITHOUT", "fold")
     assert emitted() & set(NAMES) == set(ALONE)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autotp.runtime.collectives import copy_to_region, reduce_from_region
-from autotp.runtime.folded import column_product, copy_each_to_region, reduce_with_bias
+from autotp.runtime.folded import column_product, copy_each_to_region, row_product
 from autotp.runtime.group import Group
 from tests.spawn import run
 
@@ -33,7 +33,7 @@ class Noting(Group):
         self.started += 1
         work = dist.all_reduce(x, group=self._peers, async_op=True)
         assert work is not None
-        return work.wait
+        return work.wait  # type: ignore[no-any-return]
 
     def counts(self) -> tuple[int, int]:
         found, self.summed, self.started = (self.summed, self.started), 0, 0
@@ -52,31 +52,32 @@ def apart_each(x: Tensor, count: int, group: Group) -> tuple[Tensor, ...]:
     return (copy_to_region(x, group),) * count
 
 
-def apart_bias(x: Tensor, bias: Tensor, group: Group) -> Tensor:
-    return reduce_from_region(x, group) + bias
+def apart_row(x: Tensor, w: Tensor, b: Tensor | None, transposed: bool, group: Group) -> Tensor:
+    total = reduce_from_region(torch.nn.functional.linear(x, w.t() if transposed else w), group)
+    return total if b is None else total + b
 
 
 def both_orders(
-    call: Callable[..., Tensor], leaves: list[Tensor], group: Group, split: bool = False
+    of: Any, leaves: list[Tensor], transposed: bool, kind: str, group: Group
 ) -> list[Tensor]:
-    """A result, its gradients, and the gradients of their squares. `split` says that all leaves but
-    the first are other ones on each rank."""
+    """A result, its gradients, and the gradients of their squares."""
     leaves = [x.clone().requires_grad_(x.requires_grad) for x in leaves]
-    asked = [x for x in leaves if x.requires_grad]
-    result = call(*leaves)
-    loss = reduce_from_region(result.pow(3).sum(), group)
-    first = torch.autograd.grad(loss, asked, create_graph=True)
-    found = [result, *first]
-    squares = [g.pow(2).sum() for g in first]
-    if split:
-        begin = int(leaves[0].requires_grad)
-        squares[begin:] = [reduce_from_region(square, group) for square in squares[begin:]]
-    again = torch.autograd.grad(torch.stack(squares).sum(), asked, allow_unused=True)
-    found += [x for x in again if x is not None]
-    plain = torch.autograd.grad(
-        reduce_from_region(call(*leaves).pow(3).sum(), group), asked, retain_graph=False
-    )
-    return [x.detach() for x in (*found, *plain)]
+    asked = {i: x for i, x in enumerate(leaves) if x.requires_grad}
+    whole = {0} if kind == "column" else {2}  # what is the same on every rank
+
+    def loss() -> Tensor:
+        cubes = of(*leaves[:2], leaves[2] if len(leaves) > 2 else None, transposed, group).pow(3)
+        return cubes.sum() if kind == "row" else reduce_from_region(cubes.sum(), group)
+
+    first = torch.autograd.grad(loss(), [*asked.values()], create_graph=True)
+    squares = {i: g.pow(2).sum() for i, g in zip(asked, first, strict=True)}
+    summed = [
+        square if i in whole else reduce_from_region(square, group) for i, square in squares.items()
+    ]
+    total = torch.stack(summed).sum()
+    second = torch.autograd.grad(total, [*asked.values()], allow_unused=True)
+    plain = torch.autograd.grad(loss(), [*asked.values()])
+    return [x.detach() for x in (*first, *second, *plain) if x is not None]
 
 
 # name: shape of x, transposed, bias, which of x, weight and bias need a gradient
@@ -93,31 +94,34 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], bool, bool, tuple[bool, bool, bool]]]
 }
 
 
-def product_leaves(rank: int, name: str, outs: int = OUT) -> list[Tensor]:
+def product_leaves(rank: int, name: str, held: int = OUT, row: bool = False) -> list[Tensor]:
+    """x, weight and perhaps bias; `held` is what this rank holds of the split dim."""
     shape, transposed, bias, grads = PRODUCTS[name]
-    weight = (IN, outs) if transposed else (outs, IN)
-    found = [values(*shape), values(*weight, seed=rank + 1), values(outs, seed=rank + 5)]
+    (ins, outs), seed = ((held, OUT), rank) if row else ((IN, held), 0)
+    weight = (ins, outs) if transposed else (outs, ins)
+    found = [
+        values(*shape[:-1], ins, seed=seed),
+        values(*weight, seed=rank + 1),
+        values(outs, seed=7 if row else rank + 5),
+    ]
     return [x.requires_grad_(g) for x, g in zip(found[: 2 + bias], grads, strict=False)]
 
 
 def products(rank: int, group: Noting) -> dict[str, Any]:
+    """A product of either kind and what it stands for. Of a column-parallel one the input is the
+    same on every rank, of a row-parallel one the bias."""
     seen: dict[str, Any] = {}
     cases = {name: (name, OUT) for name in PRODUCTS}
-    cases["one rank has no outputs"] = ("linear", OUT * (1 - rank))
-    for key, (name, outs) in cases.items():
-        transposed, bias = PRODUCTS[name][1:3]
-
-        def call(
-            *leaves: Tensor, of: Any, transposed: bool = transposed, bias: bool = bias
-        ) -> Tensor:
-            return of(*leaves, *(() if bias else (None,)), transposed, group)
-
-        leaves = product_leaves(rank, name, outs)
-        pair = [
-            both_orders(lambda *x, of=of, call=call: call(*x, of=of), leaves, group, split=True)
-            for of in (column_product, apart_product)
-        ]
-        seen[key] = pair
+    cases["one rank has nothing"] = ("linear", OUT * (1 - rank))
+    for key, (name, held) in cases.items():
+        for kind, one, other in (
+            ("column", column_product, apart_product),
+            ("row", row_product, apart_row),
+        ):
+            leaves = product_leaves(rank, name, held, kind == "row")
+            seen[f"{kind}, {key}"] = [
+                both_orders(of, leaves, PRODUCTS[name][1], kind, group) for of in (one, other)
+            ]
     return seen
 
 
@@ -125,6 +129,7 @@ def steps(rank: int, group: Noting) -> dict[str, Any]:
     """What one forward and backward send, and what they leave alone."""
     seen: dict[str, Any] = {}
     x, w, b = (t.detach().requires_grad_() for t in product_leaves(rank, "linear"))
+    c = values(OUT, seed=7)
     group.counts()
     y = column_product(x, w, b, False, group)
     seen["product, forward"] = group.counts()
@@ -134,21 +139,30 @@ def steps(rank: int, group: Noting) -> dict[str, Any]:
     seen["product, backward"] = group.counts()
     once = [t.grad.clone() for t in (x, w, b) if t.grad is not None]
     y.backward(incoming)
-    twice = [t.grad for t in (x, w, b) if t.grad is not None]
+    twice = [t.grad.clone() for t in (x, w, b) if t.grad is not None]
     seen["product, twice"] = list(zip([2 * t for t in once], twice, strict=True))
     seen["product leaves the gradient"] = torch.equal(kept, incoming)
+    group.counts()
+    y = row_product(x, w, c.requires_grad_(), False, group)
+    seen["row, forward"] = group.counts()
+    y.add_(1.0)  # as a residual that is written in place
+    y.backward(incoming)
+    seen["row, backward"] = group.counts()
+    seen["row leaves the gradient"] = torch.equal(kept, incoming)
     with torch.no_grad():
         group.counts()
         seen["no gradients"] = [
             (column_product(x, w, b, False, group), torch.nn.functional.linear(x, w, b)),
             *((x, same) for same in copy_each_to_region(x, 2, group)),
-            (reduce_with_bias(x, values(IN), group), 2 * x + values(IN)),
+            (row_product(x, w, c, False, group), apart_row(x, w, c, False, group)),
         ]
         seen["without gradients"] = group.counts()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         floats = [t.detach().float().requires_grad_() for t in (x, w, b)]
-        low = column_product(*floats, False, group)
-        seen["cast"] = low.dtype, reduce_with_bias(low, floats[2], group).dtype
+        low = column_product(floats[0], floats[1], floats[2], False, group)
+        floats += [values(IN, OUT).float().requires_grad_(), values(IN).float().requires_grad_()]
+        low = row_product(low, floats[3], floats[4], False, group)
+        seen["cast"] = low.dtype
         low.sum().backward()
         seen["cast gradients"] = [t.grad is not None and t.grad.dtype for t in floats]
 
@@ -178,9 +192,8 @@ def selective(rank: int, group: Noting) -> dict[str, Any]:
     def mlp(x: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
         one, other = copy_each_to_region(x, 2, group)
         hidden = column_product(x, up, None, True, group).tanh() + (one * other) @ up
-        return reduce_with_bias(hidden @ down, bias, group) + reduce_from_region(
-            hidden @ down, group
-        )
+        row = row_product(hidden, down, bias, True, group)
+        return row + reduce_from_region(hidden @ down, group)
 
     found = {}
     for name in ("plain", "kept"):
@@ -199,33 +212,11 @@ def selective(rank: int, group: Noting) -> dict[str, Any]:
     return found
 
 
-def biases(rank: int, group: Noting) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    x, bias = values(2, 3, IN, seed=rank), values(IN, seed=7)
-    for name, own in {"contiguous": x, "in columns": x.transpose(0, 1).contiguous().mT}.items():
-        size = own.shape[-1]
-        for frozen in ((True, True), (True, False), (False, True)):
-            leaves = [own, values(size, seed=7)]
-            leaves = [t.detach().requires_grad_(g) for t, g in zip(leaves, frozen, strict=True)]
-            seen[f"{name} {frozen}"] = [
-                both_orders(lambda a, b, of=of: of(a, b, group), leaves, group)
-                for of in (reduce_with_bias, apart_bias)
-            ]
-    kept = x.clone()
-    group.counts()
-    y = reduce_with_bias(x, bias, group)
-    seen["sent"] = group.counts()
-    seen["left alone"] = torch.equal(x, kept)
-    seen["sum"] = y, values(2, 3, IN, seed=0) + values(2, 3, IN, seed=1) + bias
-    return seen
-
-
 def two_ranks(rank: int, _: int) -> dict[str, Any]:
     group = Noting(dist.group.WORLD)
     return {
         "products": products(rank, group),
         "steps": steps(rank, group),
-        "biases": biases(rank, group),
         "selective": selective(rank, group),
     }
 
@@ -242,17 +233,20 @@ def close(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [*PRODUCTS, "one rank has no outputs"])
-def test_a_column_product_is_f_and_a_product(two: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", [*PRODUCTS, "one rank has nothing"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_products_are_what_they_stand_for(two: list[dict[str, Any]], kind: str, name: str) -> None:
     for seen in two:
-        close(*seen["products"][name])
+        close(*seen["products"][f"{kind}, {name}"])
 
 
 @pytest.mark.dist
-def test_its_sum_is_started_once_in_the_backward(two: list[dict[str, Any]]) -> None:
+def test_each_sums_once(two: list[dict[str, Any]]) -> None:
     for seen in (one["steps"] for one in two):
         assert (seen["product, forward"], seen["product, backward"]) == ((0, 0), (0, 1))
+        assert (seen["row, forward"], seen["row, backward"]) == ((1, 0), (0, 0))
         assert seen["product leaves the gradient"]
+        assert seen["row leaves the gradient"]
         for pair in seen["product, twice"]:
             torch.testing.assert_close(*pair)
 
@@ -260,7 +254,7 @@ def test_its_sum_is_started_once_in_the_backward(two: list[dict[str, Any]]) -> N
 @pytest.mark.dist
 def test_without_gradients_g_alone_sends(two: list[dict[str, Any]]) -> None:
     for seen in (one["steps"] for one in two):
-        assert seen["without gradients"] == (1, 0)
+        assert seen["without gradients"] == (2, 0), "of a row product, and of what it stands for"
         for pair in seen["no gradients"]:
             torch.testing.assert_close(*pair)
 
@@ -268,8 +262,8 @@ def test_without_gradients_g_alone_sends(two: list[dict[str, Any]]) -> None:
 @pytest.mark.dist
 def test_products_cast_under_autocast(two: list[dict[str, Any]]) -> None:
     for seen in (one["steps"] for one in two):
-        assert seen["cast"] == (torch.bfloat16, torch.float32)
-        assert seen["cast gradients"] == [torch.float32] * 3
+        assert seen["cast"] == torch.float32, "of a product in bfloat16 and a bias in float32"
+        assert seen["cast gradients"] == [torch.float32] * 5
 
 
 @pytest.mark.dist
@@ -287,17 +281,6 @@ def test_f_of_several_readers_sums_once(
 
 
 @pytest.mark.dist
-def test_a_bias_is_added_once(two: list[dict[str, Any]]) -> None:
-    for seen in (one["biases"] for one in two):
-        assert seen["sent"] == (1, 0)
-        assert seen["left alone"]
-        torch.testing.assert_close(*seen["sum"])
-        for name, pair in seen.items():
-            if name.startswith(("contiguous", "in columns")):
-                close(*pair)
-
-
-@pytest.mark.dist
 def test_what_selective_checkpointing_keeps_is_not_written_to(two: list[dict[str, Any]]) -> None:
     for seen in (one["selective"] for one in two):
         close(seen["kept"], seen["plain"])
@@ -308,4 +291,5 @@ def test_a_single_rank_sends_nothing() -> None:
     alone = Group()
     assert all(y is x for y in copy_each_to_region(x, 2, alone))
     assert torch.equal(column_product(x, w, b, False, alone), torch.nn.functional.linear(x, w, b))
-    assert torch.equal(reduce_with_bias(x, x[0, 0], alone), x + x[0, 0])
+    assert torch.equal(row_product(x, w, None, False, alone), torch.nn.functional.linear(x, w))
+    assert torch.equal(row_product(x, w, b, False, alone), torch.nn.functional.linear(x, w) + b)
