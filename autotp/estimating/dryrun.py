@@ -58,13 +58,12 @@ class _Rank(Group):
         super().__init__()
         self.rank, self.size, self._note = rank, size, note
 
-    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, op: str = "sum", own: bool = False) -> Tensor:
         self._note("all-reduce", x.numel() * x.element_size())
-        return x
+        return x if own else torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    def start_all_reduce_(self, x: Tensor) -> Callable[[], Any]:
-        self.all_reduce_(x)
-        return lambda: None
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        return partial(self.all_reduce, x, own=True)
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         counts = [math.prod(shape) for shape in shapes]  # padded to the largest, as in Group

@@ -5,9 +5,9 @@
     copy_each_to_region   f for several readers
 
 An all-reduce overwrites its operand. Alone, f and g must copy it first: hooks may keep the gradient
-that f sums, selective checkpointing keeps the result of a product. Here the memory is the
-function's own, and products write to it (`out=`). `column_product` also has the sum under way while
-it computes the weight's gradient, as Megatron-LM's `ColumnParallelLinear` does.
+that f sums, others may read g's summand. Here the memory is the function's own. `column_product`
+also has the sum under way while it computes the weight's gradient, as Megatron-LM's
+`ColumnParallelLinear` does.
 
 Products are of `x` [..., in] and `weight` [out, in], or [in, out] if `transposed`, with `bias`
 [out] or None.
@@ -33,7 +33,7 @@ def column_product(
     """The product of f's value: `x` is the same on every rank, outputs are split."""
     if group.size > 1 and torch.is_grad_enabled():
         if _alone(x):
-            return _Column.apply(x, weight, bias, transposed, group)  # type: ignore[no-any-return]
+            return _of_rows(_Column, x, weight, bias, transposed, group)
         x = copy_to_region(x, group)
     return _product(x, weight, bias, transposed)
 
@@ -43,7 +43,7 @@ def row_product(
 ) -> Tensor:
     """g of the product, and the bias: inputs are split, results are the same on every rank."""
     if group.size > 1 and _alone(x):
-        return _Row.apply(x, weight, bias, transposed, group)  # type: ignore[no-any-return]
+        return _of_rows(_Row, x, weight, bias, transposed, group)
     total = reduce_from_region(_product(x, weight, None, transposed), group)
     return total if bias is None else total + bias
 
@@ -55,69 +55,68 @@ def copy_each_to_region(x: Tensor, count: int, group: Group) -> tuple[Tensor, ..
     return _CopyEach.apply(x, count, group)  # type: ignore[no-any-return]
 
 
+def _of_rows(function: type[Function], x: Tensor, *rest: Any) -> Tensor:
+    """What a function of rows makes of x. Views are made out here: nothing may write to a view that
+    a Function returns."""
+    result = function.apply(x.flatten(0, -2), *rest)
+    assert isinstance(result, Tensor)
+    return result if x.dim() == 2 else result.unflatten(0, x.shape[:-1])
+
+
 class _Column(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, group: Group
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, group: Group
     ) -> Tensor:
-        _keep(ctx, x, weight, transposed, group)
-        return _product(x, weight, bias, transposed)
+        _keep(ctx, rows, weight, transposed, group)
+        return _product(rows, weight, bias, transposed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         again = torch.is_grad_enabled()  # someone differentiates the gradients, too
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_x = of_weight = of_bias = wait = None
+        needs_rows, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_rows = of_weight = of_bias = wait = None
         with plain():
-            x, weight = ctx.saved_tensors
-            rows = grad.flatten(0, -2)
-            if needs_x:
-                of_x = rows @ _across(weight, ctx.transposed)
+            rows, weight = ctx.saved_tensors
+            if needs_rows:
+                of_rows = grad @ _across(weight, ctx.transposed)
                 if again:
-                    of_x = reduce_from_region(of_x, ctx.group)
+                    of_rows = reduce_from_region(of_rows, ctx.group)
                 else:
-                    wait = ctx.group.start_all_reduce_(of_x)
-                of_x = of_x.unflatten(0, grad.shape[:-1])
+                    wait = ctx.group.start_all_reduce(of_rows)
             if needs_weight:
-                x = copy_to_region(x, ctx.group) if again else x
-                of_weight = _of_weight(x, rows, ctx.transposed)
+                rows = copy_to_region(rows, ctx.group) if again else rows
+                of_weight = _of_weight(rows, grad, ctx.transposed)
             if needs_bias:
-                of_bias = rows.sum(0)
+                of_bias = grad.sum(0)
             if wait is not None:
-                wait()
-        return of_x, of_weight, of_bias, None, None
+                of_rows = wait()
+        return of_rows, of_weight, of_bias, None, None
 
 
 class _Row(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, group: Group
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, group: Group
     ) -> Tensor:
-        _keep(ctx, x, weight, transposed, group)
-        rows, across = x.flatten(0, -2), _across(weight, transposed).t()
-        own = x.new_empty((*x.shape[:-1], across.shape[1]))
-        if bias is not None and group.rank == 0:
-            torch.addmm(bias, rows, across, out=own.flatten(0, -2))
-        else:
-            torch.mm(rows, across, out=own.flatten(0, -2))
-        return group.all_reduce_(own)
+        _keep(ctx, rows, weight, transposed, group)
+        own = _product(rows, weight, bias if group.rank == 0 else None, transposed)
+        return group.all_reduce(own, own=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_x = of_weight = of_bias = None
+        needs_rows, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_rows = of_weight = None
         with plain():
-            x, weight = ctx.saved_tensors
-            rows = grad.flatten(0, -2)
-            if needs_bias:
-                of_bias = rows.sum(0)
+            rows, weight = ctx.saved_tensors
+            of_bias = grad.sum(0) if needs_bias else None
             if torch.is_grad_enabled():  # someone differentiates the gradients, too
-                rows = copy_to_region(rows, ctx.group)
-            if needs_x:
-                of_x = (rows @ _across(weight, ctx.transposed)).unflatten(0, grad.shape[:-1])
+                grad = copy_to_region(grad, ctx.group)
+            if needs_rows:
+                of_rows = grad @ _across(weight, ctx.transposed)
             if needs_weight:
-                of_weight = _of_weight(x, rows, ctx.transposed)
-        return of_x, of_weight, of_bias, None, None
+                of_weight = _of_weight(rows, grad, ctx.transposed)
+        return of_rows, of_weight, of_bias, None, None
 
 
 class _CopyEach(Function):
@@ -138,7 +137,7 @@ class _CopyEach(Function):
         total = torch.add(*found[:2])
         for grad in found[2:]:
             total += grad
-        return ctx.group.all_reduce_(total.contiguous()), None, None
+        return ctx.group.all_reduce(total, own=True), None, None
 
 
 def _alone(x: Tensor) -> bool:
@@ -148,10 +147,10 @@ def _alone(x: Tensor) -> bool:
     return not cast and not torch.compiler.is_compiling()
 
 
-def _keep(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, group: Group) -> None:
+def _keep(ctx: Any, rows: Tensor, weight: Tensor, transposed: bool, group: Group) -> None:
     """Save what the backward of a product reads."""
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    needs_rows, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None)
     ctx.transposed, ctx.group = transposed, group
 
 
@@ -166,8 +165,7 @@ def _across(weight: Tensor, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-def _of_weight(x: Tensor, rows: Tensor, transposed: bool) -> Tensor:
-    """The gradient of a weight, whose results' gradients are `rows` [n, out]."""
-    given = x.flatten(0, -2)
-    left, right = (given, rows) if transposed else (rows, given)
+def _of_weight(rows: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+    """The gradient of a weight, from that of the results."""
+    left, right = (rows, grad) if transposed else (grad, rows)
     return torch.mm(left.t(), right)

@@ -1,7 +1,7 @@
 """Group: the ranks that share one model, and what they say to each other.
 
-Collectives are out of place and take tensors of any strides, but for those whose names end in an
-underscore: these write to their operand. A group of one rank issues none.
+Collectives are out of place, unless told otherwise, and take tensors of any strides. A group of one
+rank issues none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.errors import GroupError, message
 from autotp.runtime.agreement import agree, prefixed_store
 from autotp.runtime.launch import process_group
+from autotp.runtime.modes import watched
 
 _PATIENCE = 1800.0  # seconds; as long as torch.distributed waits for a peer
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -51,27 +52,34 @@ class Group:
             group.rank, group.size = rank, size
         return ranks
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """The sum or maximum ("max") over the ranks, in new memory. Not differentiable; g is."""
+    def all_reduce(self, x: Tensor, op: str = "sum", own: bool = False) -> Tensor:
+        """The sum or maximum ("max") over the ranks, in new memory. Not differentiable; g is.
+
+        `own` says that nothing else reads x: its memory may take the sum.
+        """
         if self.size == 1:
             return x
-        # A copy: x may be expanded or transposed, or saved for someone's backward.
-        return self.all_reduce_(x.new_empty(x.shape).copy_(x.detach()), op)
+        seen = watched()
+        if seen or not own or not x.is_contiguous():
+            # A copy: x may be expanded or transposed, or saved for someone's backward.
+            x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, op=_REDUCTIONS[op], group=self._peers)
+        # Whoever keeps copies would keep one that is summed where it lies: it gets one of the sum.
+        return x.clone() if seen else x
 
-    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
-        """The sum or maximum over the ranks, in the memory of x, which is contiguous."""
-        if self.size > 1:
-            dist.all_reduce(x, op=_REDUCTIONS[op], group=self._peers)
-        return x
-
-    def start_all_reduce_(self, x: Tensor) -> Callable[[], Any]:
-        """Begin `all_reduce_`; x is read after a call of what is returned."""
-        if x.device.type == "cpu":  # gloo's threads need the cores that compute meanwhile
-            self.all_reduce_(x)
-            return lambda: None
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin the sum of a value that nothing else reads. What is returned waits for it."""
+        if x.device.type == "cpu" or watched():  # gloo's threads need the cores that compute
+            total = self.all_reduce(x, own=True)
+            return lambda: total
         work = dist.all_reduce(x, group=self._peers, async_op=True)
-        assert work is not None
-        return work.wait  # type: ignore[no-any-return]
+
+        def wait() -> Tensor:
+            assert work is not None
+            work.wait()
+            return x
+
+        return wait
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Every rank's tensor; `shapes` are those of each rank. Not differentiable.

@@ -25,15 +25,20 @@ class Noting(Group):
 
     summed = started = 0
 
-    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, op: str = "sum", own: bool = False) -> Tensor:
         self.summed += 1
-        return super().all_reduce_(x, op)
+        return super().all_reduce(x, op, own)
 
-    def start_all_reduce_(self, x: Tensor) -> Callable[[], Any]:
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         self.started += 1
         work = dist.all_reduce(x, group=self._peers, async_op=True)
         assert work is not None
-        return work.wait  # type: ignore[no-any-return]
+
+        def wait() -> Tensor:
+            work.wait()
+            return x
+
+        return wait
 
     def counts(self) -> tuple[int, int]:
         found, self.summed, self.started = (self.summed, self.started), 0, 0
@@ -131,7 +136,7 @@ def steps(rank: int, group: Noting) -> dict[str, Any]:
     x, w, b = (t.detach().requires_grad_() for t in product_leaves(rank, "linear"))
     c = values(OUT, seed=7)
     group.counts()
-    y = column_product(x, w, b, False, group)
+    y = column_product(x, w, b, False, group).relu_()  # as an activation in place
     seen["product, forward"] = group.counts()
     incoming = values(*y.shape, seed=rank + 9)
     kept = incoming.clone()
@@ -184,32 +189,39 @@ def steps(rank: int, group: Noting) -> dict[str, Any]:
     return seen
 
 
+POLICIES: dict[str, Callable[[Any], bool]] = {
+    "nothing": lambda op: False,
+    "products": lambda op: op in (aten.mm.default, aten.addmm.default),
+    "products of any form": lambda op: getattr(op, "overloadpacket", op) in (aten.mm, aten.addmm),
+    "copies": lambda op: op is aten.clone.default,
+    "products and copies": lambda op: op in (aten.mm.default, aten.clone.default),
+    "all but collectives": lambda op: op.namespace == "aten",
+    "all": lambda op: True,
+}
+
+
 def selective(rank: int, group: Noting) -> dict[str, Any]:
-    """Recomputed with every result kept that a copy or sum could be made of."""
-    kept = [aten.mm.default, aten.addmm.default, aten.add.Tensor, aten.clone.default]
+    """Recomputed, with some results kept: they must be what the operators made."""
     tensors = [values(3, IN), values(IN, OUT, seed=rank + 1), values(OUT, IN, seed=rank + 3)]
 
     def mlp(x: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
         one, other = copy_each_to_region(x, 2, group)
         hidden = column_product(x, up, None, True, group).tanh() + (one * other) @ up
-        row = row_product(hidden, down, bias, True, group)
-        return row + reduce_from_region(hidden @ down, group)
+        row, alone = row_product(hidden, down, bias, True, group), hidden.sin() @ down
+        return row.tanh() + reduce_from_region(alone, group).tanh() * alone
 
-    found = {}
-    for name in ("plain", "kept"):
+    def run_with(keep: Callable[[Any], bool] | None) -> list[Tensor | None]:
         leaves = [t.clone().requires_grad_() for t in (*tensors, values(IN, seed=7))]
-        if name == "kept":
-            y = checkpoint(
-                mlp,
-                *leaves,
-                use_reentrant=False,
-                context_fn=lambda: create_selective_checkpoint_contexts(kept),
-            )
-        else:
+        if keep is None:
             y = mlp(*leaves)
+        else:
+            contexts = create_selective_checkpoint_contexts(lambda _, op, *a, **k: keep(op))
+            y = checkpoint(mlp, *leaves, use_reentrant=False, context_fn=lambda: contexts)
         y.pow(2).sum().backward()
-        found[name] = [y.detach(), *(leaf.grad for leaf in leaves)]
-    return found
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    found = {name: run_with(keep) for name, keep in POLICIES.items()}
+    return {**found, "plain": run_with(None)}
 
 
 def two_ranks(rank: int, _: int) -> dict[str, Any]:
@@ -281,9 +293,10 @@ def test_f_of_several_readers_sums_once(
 
 
 @pytest.mark.dist
-def test_what_selective_checkpointing_keeps_is_not_written_to(two: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_selective_checkpointing_keeps_what_it_likes(two: list[dict[str, Any]], name: str) -> None:
     for seen in (one["selective"] for one in two):
-        close(seen["kept"], seen["plain"])
+        close(seen[name], seen["plain"])
 
 
 def test_a_single_rank_sends_nothing() -> None:
