@@ -11,7 +11,7 @@ after   %y : row_product(%x, w, b, False)
 
 before  %f : copy_to_region(%x)              several operators read it
 after   %f : copy_each_to_region(%x, 2)
-        %f_1 : getitem(%f, 0)                one for each of them
+        %f_1 : getitem(%f, 0)                one for each of them, or for the module that it is in
 
 On one rank's graph, after the proof: what is computed and what is sent stays as it is.
 """
@@ -19,6 +19,7 @@ On one rank's graph, after the proof: what is computed and what is sent stays as
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -91,15 +92,23 @@ def _into_row(graph: Graph, g: Node, places: Mapping[Node, int]) -> None:
 
 
 def _one_for_each(graph: Graph, f: Node) -> None:
-    """Give each reader of an f a value of its own."""
-    readers = sorted(f.users)
+    """Give each operator of f's own module that reads it a value of its own, and each module that
+    it calls one: its hooks see one input, as the model's."""
+    depth = len(_calls(f))
+    readers: dict[Any, list[Node]] = defaultdict(list)
+    for reader in sorted(f.users):
+        calls = _calls(reader)
+        readers[calls[: depth + 1] if len(calls) > depth else reader].append(reader)
+    if len(readers) == 1:
+        return
     with graph.inserting_before(f):
         copies = graph.call_function(copy_each_to_region, (f.args[0], len(readers)))
         copies.meta = {**f.meta, "val": [f.meta["val"]] * len(readers)}
-        for index, reader in enumerate(readers):
+        for index, same in enumerate(readers.values()):
             item = graph.call_function(operator.getitem, (copies, index))
             item.meta = dict(f.meta)
-            reader.replace_input_with(f, item)
+            for reader in same:
+                reader.replace_input_with(f, item)
     graph.erase_node(f)
 
 
@@ -138,8 +147,8 @@ def _next(node: Node) -> Node:
     return node
 
 
-def _calls(node: Node) -> Any:
-    return node.meta.get("calls")
+def _calls(node: Node) -> tuple[Any, ...]:
+    return node.meta.get("calls") or ()
 
 
 def _is_bias(bias: Any, result: Node) -> bool:

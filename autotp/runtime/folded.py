@@ -15,6 +15,7 @@ Products are of `x` [..., in] and `weight` [out, in], or [in, out] if `transpose
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def column_product(
     """The product of f's value: `x` is the same on every rank, outputs are split."""
     if group.size > 1 and torch.is_grad_enabled():
         if _alone(x):
-            return _of_rows(_Column, x, weight, bias, transposed, group)
+            return _by_rows(_Column, x, weight, bias, transposed, group)
         x = copy_to_region(x, group)
     return _product(x, weight, bias, transposed)
 
@@ -43,7 +44,7 @@ def row_product(
 ) -> Tensor:
     """g of the product, and the bias: inputs are split, results are the same on every rank."""
     if group.size > 1 and _alone(x):
-        return _of_rows(_Row, x, weight, bias, transposed, group)
+        return _by_rows(_Row, x, weight, bias, transposed, group)
     total = reduce_from_region(_product(x, weight, None, transposed), group)
     return total if bias is None else total + bias
 
@@ -55,7 +56,7 @@ def copy_each_to_region(x: Tensor, count: int, group: Group) -> tuple[Tensor, ..
     return _CopyEach.apply(x, count, group)  # type: ignore[no-any-return]
 
 
-def _of_rows(function: type[Function], x: Tensor, *rest: Any) -> Tensor:
+def _by_rows(function: type[Function], x: Tensor, *rest: Any) -> Tensor:
     """What a function of rows makes of x. Views are made out here: nothing may write to a view that
     a Function returns."""
     result = function.apply(x.flatten(0, -2), *rest)
@@ -79,14 +80,14 @@ class _Column(Function):
         with plain():
             rows, weight = ctx.saved_tensors
             if needs_rows:
-                of_rows = grad @ _across(weight, ctx.transposed)
+                of_rows = _of_rows(grad, weight, ctx.transposed)
                 if again:
                     of_rows = reduce_from_region(of_rows, ctx.group)
                 else:
                     wait = ctx.group.start_all_reduce(of_rows)
             if needs_weight:
                 rows = copy_to_region(rows, ctx.group) if again else rows
-                of_weight = _of_weight(rows, grad, ctx.transposed)
+                of_weight = _of_weight(grad, rows, ctx.transposed)
             if needs_bias:
                 of_bias = grad.sum(0)
             if wait is not None:
@@ -113,9 +114,9 @@ class _Row(Function):
             if torch.is_grad_enabled():  # someone differentiates the gradients, too
                 grad = copy_to_region(grad, ctx.group)
             if needs_rows:
-                of_rows = grad @ _across(weight, ctx.transposed)
+                of_rows = _of_rows(grad, weight, ctx.transposed)
             if needs_weight:
-                of_weight = _of_weight(rows, grad, ctx.transposed)
+                of_weight = _of_weight(grad, rows, ctx.transposed)
         return of_rows, of_weight, of_bias, None, None
 
 
@@ -129,15 +130,12 @@ class _CopyEach(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         found = [grad for grad in grads if grad is not None]
-        if torch.is_grad_enabled() or len(found) == 1:
-            total = found[0]
-            for grad in found[1:]:
-                total = total + grad
-            return reduce_from_region(total, ctx.group), None, None
-        total = torch.add(*found[:2])
-        for grad in found[2:]:
-            total += grad
-        return ctx.group.all_reduce(total, own=True), None, None
+        if not found:
+            return None, None, None
+        total = functools.reduce(torch.add, found)
+        if len(found) > 1 and not torch.is_grad_enabled():
+            return ctx.group.all_reduce(total, own=True), None, None
+        return reduce_from_region(total, ctx.group), None, None
 
 
 def _alone(x: Tensor) -> bool:
@@ -160,12 +158,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return F.linear(x, weight, bias)
 
 
-def _across(weight: Tensor, transposed: bool) -> Tensor:
-    """The weight as [out, in]."""
-    return weight.t() if transposed else weight
+def _of_rows(grad: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """The gradient of a product's rows, from that of its results."""
+    return grad @ (weight.t() if transposed else weight).conj()
 
 
-def _of_weight(rows: Tensor, grad: Tensor, transposed: bool) -> Tensor:
-    """The gradient of a weight, from that of the results."""
-    left, right = (rows, grad) if transposed else (grad, rows)
-    return torch.mm(left.t(), right)
+def _of_weight(grad: Tensor, rows: Tensor, transposed: bool) -> Tensor:
+    """The gradient of a product's weight, from that of its results."""
+    return rows.t().conj() @ grad if transposed else grad.t() @ rows.conj()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -200,8 +201,23 @@ def test_other_fs_stay(build: Build) -> None:
     assert found(build) == ["f"]
 
 
+def in_modules(call: Any, v: Any) -> Any:
+    f = call(copy_to_region, v["x"])
+    one, other = (("m@0", 0), ("n@0", 0)), (("m@0", 0), ("o@0", 0))
+    found = [call(aten.linear.default, f, v["w"], calls=calls) for calls in (one, one, other)]
+    return [*found, call(aten.linear.default, f, v["w"])]
+
+
+def test_modules_are_given_one_value_however_many_operators_read_it() -> None:
+    graph = folded(in_modules)
+    items = graph.find_nodes(op="call_function", target=operator.getitem)
+    assert [len(item.users) for item in items] == [2, 1, 1]
+
+
 def test_f_of_several_readers_has_a_value_for_each() -> None:
     assert found(several) == ["each"]
+    items = folded(several).find_nodes(op="call_function", target=operator.getitem)
+    assert len(items) == 2
     assert found(several_and_written) == ["f"]
 
 

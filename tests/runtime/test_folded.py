@@ -85,6 +85,18 @@ def both_orders(
     return [x.detach() for x in (*first, *second, *plain) if x is not None]
 
 
+class Stop(torch.autograd.Function):
+    """No gradient comes out of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 # name: shape of x, transposed, bias, which of x, weight and bias need a gradient
 PRODUCTS: dict[str, tuple[tuple[int, ...], bool, bool, tuple[bool, bool, bool]]] = {
     "linear": ((2, 3, IN), False, True, (True, True, True)),
@@ -170,6 +182,23 @@ def steps(rank: int, group: Noting) -> dict[str, Any]:
         seen["cast"] = low.dtype
         low.sum().backward()
         seen["cast gradients"] = [t.grad is not None and t.grad.dtype for t in floats]
+
+    seen["complex"] = []
+    for of, other in ((column_product, apart_product), (row_product, apart_row)):
+        for transposed in (False, True):
+            made = []
+            for function in (of, other):
+                a, m = (torch.complex(t, t.flip(0).sin()).detach() for t in (x, w))
+                m = (m.t() if transposed else m).clone().requires_grad_()
+                a.requires_grad_()
+                y = function(a, m, None, transposed, group)
+                (y * y.conj()).real.sum().backward()
+                made.append([y.detach(), a.grad, m.grad])
+            seen["complex"].append(made)
+
+    x = values(2, IN).requires_grad_()
+    stopped = [Stop.apply(copy) for copy in copy_each_to_region(x, 2, group)]
+    seen["stopped"] = torch.autograd.grad(sum(y.sum() for y in stopped), x, allow_unused=True)
 
     for count, used in ((2, [0, 1]), (3, [0, 1, 2]), (3, [0, 2]), (3, [1])):
         x = values(2, IN).requires_grad_()
@@ -269,6 +298,18 @@ def test_without_gradients_g_alone_sends(two: list[dict[str, Any]]) -> None:
         assert seen["without gradients"] == (2, 0), "of a row product, and of what it stands for"
         for pair in seen["no gradients"]:
             torch.testing.assert_close(*pair)
+
+
+@pytest.mark.dist
+def test_gradients_of_complex_products(two: list[dict[str, Any]]) -> None:
+    for seen in (one["steps"] for one in two):
+        for pair in seen["complex"]:
+            close(*pair)
+
+
+@pytest.mark.dist
+def test_no_gradient_is_none(two: list[dict[str, Any]]) -> None:
+    assert all(one["steps"]["stopped"] == (None,) for one in two)
 
 
 @pytest.mark.dist
