@@ -37,7 +37,6 @@ from passes.match import match
 from passes.merge import merge
 from passes.normalize import normalize
 from passes.part import part
-from passes.separate import separate
 from passes.sequence import sequence
 from passes.share import share
 from passes.unmask import unmask
@@ -88,7 +87,7 @@ def captured(
 ) -> Program:
     """The program of a call, from which plans for any number of ranks are made."""
     program = capture(skeleton, args, kwargs, entry, stamp=not _left_out("blocks"))
-    return _peephole(unmask, separate(normalize(program)))
+    return _peephole(unmask, normalize(program))
 
 
 def plan_of(

@@ -27,6 +27,15 @@ _NEW = {  # beside the pointwise operators
     aten.mm.default,
 }
 
+_SILENT = {aten._unsafe_view, aten.broadcast_tensors, aten.meshgrid, aten.type_as}
+_VIEW_OR_COPY = {
+    aten.contiguous.default,
+    aten.flatten.using_ints,
+    aten.ravel.default,
+    aten.reshape.default,
+    aten.reshape_as.default,
+}
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -165,7 +174,7 @@ def regions(graph: Graph) -> dict[Node, int]:
 def overwrites(node: Node) -> bool:
     """Whether an operator only puts its result where an operand was that nothing else reads: it
     could as well make a new value."""
-    operands = overwritten(node)
+    operands = _overwritten(node)
     source = operands[0] if len(operands) == 1 else None
     if source is None or source is not node.args[0] or len(source.users) > 1:
         return False
@@ -176,7 +185,7 @@ def written(graph: Graph) -> set[Node]:
     """Values that an operator writes to, and those that may lie in the same memory."""
     found: set[Node] = set()
     for node in graph.nodes:
-        for source in overwritten(node):
+        for source in _overwritten(node):
             lies: Any = source
             while isinstance(lies, Node) and lies not in found:
                 found.add(lies)
@@ -184,7 +193,42 @@ def written(graph: Graph) -> set[Node]:
     return found
 
 
-def overwritten(node: Node) -> list[Node]:
+def uncertain(graph: Graph) -> dict[Node, Node]:
+    """Operators that return a copy or a view, as sizes and strides have it, where memory is written
+    to further on that is then one or two: each with the operator that writes."""
+    later: dict[Node, Node] = {}
+    found = {}
+    for node in reversed(graph.nodes):
+        later.update((_root(source), node) for source in _overwritten(node))
+        if _may_copy(node) and _root(node) in later:
+            found[node] = later[_root(node)]
+    return found
+
+
+def _may_copy(node: Node) -> bool:
+    if node.target in _VIEW_OR_COPY:
+        return True
+    packet = getattr(node.target, "overloadpacket", None)
+    given = (*node.args, *node.kwargs.values())
+    return packet is aten.to and any(isinstance(value, torch.memory_format) for value in given)
+
+
+def _root(node: Node) -> Node:
+    """A value in whose memory another may lie."""
+    while node.args and isinstance(node.args[0], Node) and _may_alias(node):
+        node = node.args[0]
+    return node
+
+
+def _may_alias(node: Node) -> bool:
+    """Whether a result may lie in its operand's memory. Schemas say it, of nearly all operators."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    aliases = any(value.alias_info for value in node.target._schema.returns)
+    return aliases or node.target.overloadpacket in _SILENT
+
+
+def _overwritten(node: Node) -> list[Node]:
     """The operands that an operator writes to."""
     if not mutates(node):
         return []

@@ -542,6 +542,8 @@ def _changes_nothing(node: Node) -> bool:
     before, after = node.args[0], node.meta.get("val")
     if not isinstance(before, Node) or node.kwargs.get("copy") or True in node.args[3:]:
         return False
+    if any(isinstance(given, torch.memory_format) for given in (*node.args, *node.kwargs.values())):
+        return False  # strides change
     value = before.meta.get("val")
     return (
         isinstance(value, torch.Tensor)

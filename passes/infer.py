@@ -4,8 +4,10 @@ before  %linear : f32[b, s, 192] = linear(%x, %qkv.weight, %qkv.bias)
 after   [batch, seq, heads0*dim0 + heads0*dim0 + heads0*dim1]
 
 The graph is walked once, and each operator's rule unifies the dims of its operands and results. An
-operator without a rule bars every axis that it touches. This is an analysis: the graph is not
-changed.
+operator without a rule bars every axis that it touches, and so does one that returns a view or a
+copy, as sizes have it, of memory that is written to further on: with one head left on a rank, a
+reshape may be a view that is none in the model, and the write would show in it. This is an
+analysis: the graph is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.fx import Node
 
 from autotp import sizes
 from autotp.axes import Axis, Dim, Product, Sum
-from autotp.program import Program
+from autotp.program import Program, uncertain
 from autotp.rules import ENTERED, Context, Use, Value, creation, name, rule_for
 from autotp.runtime.regions import SIDE_EFFECTS
 from autotp.unify import Bar, Factors
@@ -41,11 +43,15 @@ class Inferred:
 def infer(program: Program) -> Inferred:
     """Name every dim of a program."""
     ctx, no_rule, counted = Context(), Counter[str](), _counted(program)
+    unsure = uncertain(program.graph)
     for node in program.graph.nodes:
         ctx.table.node = node.name
         fresh = node in counted
         made = ctx.fresh(sizes.shape_of(node.meta["val"])) if fresh else None
         ctx.values[node] = made or _visit(ctx, node, no_rule)
+        if node in unsure:  # on ranks of other sizes it may be the other one
+            reason = f"{name(node)} returns a view or a copy, and {name(unsure[node])} writes to it"
+            ctx.bar([d for n in (node, node.args[0]) for d in _all(ctx.values[n])], reason)
     names: dict[int, str] = {}
     bars = {f"a{axis}": bar for axis, bar in ctx.table.bars().items()}
     trees = {node: _trees(ctx, value, names) for node, value in ctx.values.items()}

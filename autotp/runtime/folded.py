@@ -43,7 +43,9 @@ def row_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, group: Group
 ) -> Tensor:
     """g of the product, and the bias: inputs are split, results are the same on every rank."""
-    if group.size > 1 and _alone(x):
+    if group.size == 1:
+        return _product(x, weight, bias, transposed)
+    if _alone(x):
         return _by_rows(_Row, x, weight, bias, transposed, group)
     total = reduce_from_region(_product(x, weight, None, transposed), group)
     return total if bias is None else total + bias

@@ -223,6 +223,18 @@ class _Reduce(Function):
         return _Copy.apply(*grads)  # type: ignore[no-any-return]
 
 
+class _Added(Function):
+    """A sum to which the first rank added a bias: the gradient of each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, bias: Tensor) -> Tensor:
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.flatten(0, -2).sum(0)
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, dim: int, ranges: tuple[Ranges, ...], *xs: Tensor) -> tuple[Tensor, ...]:
@@ -287,7 +299,9 @@ def _enter(leaves: Sequence[Any], devices: Sequence[torch.device]) -> tuple[Any,
         return tuple(leaves)
     if first.requires_grad and all(leaf is first for leaf in leaves):
         return tuple(_Enter.apply(first, devices))
-    return tuple(leaf.to(device) for leaf, device in zip(leaves, devices, strict=True))
+    # a model may write to its inputs, but each rank once
+    pairs = enumerate(zip(leaves, devices, strict=True))
+    return tuple(leaf.to(device, copy=rank > 0) for rank, (leaf, device) in pairs)
 
 
 def _leave(values: Sequence[Any]) -> Any:
@@ -319,22 +333,24 @@ def _copy_each(calls: Sequence[Any]) -> Any:
 
 
 def _column_product(calls: Sequence[Any]) -> list[Tensor]:
-    return _products(column_product, _Copy.apply(*_first(calls)), calls)
+    copies, alone = _Copy.apply(*_first(calls)), Group()
+    return [
+        column_product(x, weight, bias, transposed, alone)
+        for x, (_, weight, bias, transposed) in zip(copies, calls, strict=True)
+    ]
 
 
 def _row_product(calls: Sequence[Any]) -> list[Tensor]:
-    biases = [call[2] for call in calls]
-    plain = [(x, weight, None, transposed) for x, weight, _, transposed in calls]
-    sums = _Reduce.apply(*_products(row_product, _first(calls), plain))
-    if biases[0] is None:
+    alone, first = Group(), calls[0][2]
+    sums = _Reduce.apply(
+        *(
+            row_product(x, weight, first.detach() if bias is first else None, transposed, alone)
+            for x, weight, bias, transposed in calls
+        )
+    )
+    if first is None:
         return list(sums)
-    return [total + bias for total, bias in zip(sums, biases, strict=True)]
-
-
-def _products(function: Any, xs: Sequence[Tensor], calls: Sequence[Any]) -> list[Tensor]:
-    """What each rank's product is without the others."""
-    alone = Group()
-    return [function(x, *call[1:4], alone) for x, call in zip(xs, calls, strict=True)]
+    return [_Added.apply(total, call[2]) for total, call in zip(sums, calls, strict=True)]
 
 
 def _reduce_scatter(calls: Sequence[Any]) -> Any:
