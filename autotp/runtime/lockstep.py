@@ -341,14 +341,15 @@ def _column_product(calls: Sequence[Any]) -> list[Tensor]:
 
 
 def _row_product(calls: Sequence[Any]) -> list[Tensor]:
-    alone, first = Group(), calls[0][2]
+    alone, bias = Group(), calls[0][2]
+    in_first = None if bias is None else bias.detach()
     sums = _Reduce.apply(
         *(
-            row_product(x, weight, first.detach() if bias is first else None, transposed, alone)
-            for x, weight, bias, transposed in calls
+            row_product(x, weight, None if rank else in_first, transposed, alone)
+            for rank, (x, weight, _, transposed) in enumerate(calls)
         )
     )
-    if first is None:
+    if bias is None:
         return list(sums)
     return [_Added.apply(total, call[2]) for total, call in zip(sums, calls, strict=True)]
 

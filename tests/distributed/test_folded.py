@@ -133,6 +133,9 @@ def on_ranks(rank: int, world: int) -> dict[str, Any]:
         model: Any = refill(make())
         dtype = torch.complex128 if "complex" in name else torch.float64
         model = model.to(dtype)
+        if dtype.is_complex:  # values that are not their own conjugates
+            for parameter in model.parameters():
+                parameter.data *= 0.6 + 0.8j
         example = torch.zeros(2, 5, WIDTH, dtype=dtype)
         tp: Any = autotp.parallelize(model, tp=world, example_inputs=(example,))
         assert tp.plan.shares, name
